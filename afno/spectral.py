@@ -4,9 +4,11 @@
 
 # %% auto #0
 __all__ = ['ROUTES', 'CROSSOVER', 'Modes', 'row_indices', 'low_pass', 'keep_modes', 'dft_matrix', 'self_conjugate',
-           'choose_route', 'rfft2', 'irfft2', 'rfft', 'irfft', 'block_linear', 'soft_shrink']
+           'choose_route', 'rfft2', 'irfft2', 'rfft', 'irfft', 'block_linear', 'soft_shrink', 'spectral_dtype',
+           'no_autocast', 'transform_macs']
 
 # %% ../nbs/01_spectral.ipynb #7292c704
+import contextlib
 import math
 from typing import NamedTuple
 
@@ -322,3 +324,27 @@ def soft_shrink(
         return F.softshrink(z, threshold)
     size = torch.linalg.vector_norm(z, dim=1, keepdim=True)
     return z * (1 - threshold / size.clamp_min(torch.finfo(z.dtype).tiny)).clamp_min(0) if threshold else z
+
+# %% ../nbs/01_spectral.ipynb #6872e830
+def spectral_dtype(
+    x: Tensor,  # Tokens
+) -> torch.dtype:  # float64 for float64, else float32
+    "Choose the precision of the spectral part."
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def no_autocast(
+    device: torch.device,  # Where the tokens are
+):  # A context
+    "Keep autocast from lowering the precision of what runs inside."
+    known = device.type in ("cpu", "cuda", "xpu", "mps")
+    return torch.autocast(device.type, enabled=False) if known else contextlib.nullcontext()
+
+# %% ../nbs/01_spectral.ipynb #4634a6fc
+def transform_macs(
+    grid: tuple[int, int],  # Token grid (H, W)
+    cols: int,  # Kept columns M
+) -> int:  # Multiply-accumulates for one channel
+    "Count one real two-dimensional FFT, forward or inverse."
+    H, W = grid
+    return round(1.25 * H * W * math.log2(W) + 2.5 * cols * H * math.log2(H))
