@@ -194,7 +194,7 @@ def _inverse_matmul(z: Tensor, grid: tuple[int, int], modes: Modes, norm: str, c
         rows = dft_matrix("inverse_rows", H, modes.rows, norm, centred, z.dtype, z.device)
         z = torch.matmul(rows, z)  # (B, H*2, M*C)
     cols = dft_matrix("inverse_cols", W, tuple(range(M)), norm, centred, z.dtype, z.device)
-    return torch.matmul(cols, z.view(B * H, 2 * M, C)).view(B, H, W, C)
+    return torch.matmul(cols, z.reshape(B * H, 2 * M, C)).view(B, H, W, C)
 
 # %% ../nbs/01_spectral.ipynb #ae977279
 def _inverse_fft(z: Tensor, grid: tuple[int, int], modes: Modes, norm: str, centred: bool) -> Tensor:
