@@ -214,7 +214,7 @@ def _inverse_fft(z: Tensor, grid: tuple[int, int], modes: Modes, norm: str, cent
 
 # %% ../nbs/01_spectral.ipynb #4c4f79ef
 ROUTES = ("auto", "fft", "matmul")
-CROSSOVER = {"cpu": 128, "cuda": 256}  # longest side at which "auto" still takes matrix products
+CROSSOVER = {"cpu": 64, "cuda": 256}  # longest side at which "auto" still takes matrix products
 
 
 def choose_route(
@@ -227,7 +227,7 @@ def choose_route(
         raise ValueError(f"route={route!r} is unknown; allowed are {', '.join(ROUTES)}")
     if route != "auto":
         return route
-    return "matmul" if max(grid) <= CROSSOVER.get(device.type, 128) else "fft"
+    return "matmul" if max(grid) <= CROSSOVER.get(device.type, 64) else "fft"
 
 
 def _check_centred(grid: tuple[int, int], modes: Modes) -> None:
