@@ -90,5 +90,5 @@ def test_upsampling_repeats_each_token():
     for i in range(12):
         for j in range(20):
             assert torch.equal(pixels[:, i, j], mask[:, i // 4, j // 4])
-    with pytest.raises(ValueError, match="patch=0 .* give 1 or more"):
+    with pytest.raises(ValueError, match=r"patch=0 .* give 1 or more"):
         upsample_mask(mask, 0)
