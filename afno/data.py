@@ -185,27 +185,27 @@ class PrepareSettings:
         return self.image_size // self.patch_size
 
     def __post_init__(self):
-        "Refuse values that do not go together."
-        for name in ("image_size", "patch_size", "train_crops", "val_crops"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"prepare: {name}={value} is no number of pixels or pictures; give 1 or more")
-        if self.image_size % self.patch_size:
-            near = max(self.side, 1) * self.patch_size
-            raise ValueError(
-                f"prepare: patch_size={self.patch_size} does not divide image_size={self.image_size}; use image_size={near}"
-            )
-        if (self.source == "embedded") != (self.folder is None):
-            allowed = "null" if self.source == "embedded" else "a folder below AFNO_DATA, e.g. imagenet"
-            raise ValueError(f"prepare: folder={self.folder!r} does not go with source={self.source}; give {allowed}")
-        if self.source == "embedded" and None in (self.train_crops, self.val_crops):
-            raise ValueError(
-                "prepare: train_crops and val_crops must be numbers with source=embedded; give e.g. 2048 and 64"
-            )
-        if self.mask_steps is not None and self.mask_steps < 0:
-            raise ValueError(
-                f"prepare: mask_steps={self.mask_steps} is negative; give 0 or more, or null for one per token"
-            )
+        _check_together(self)
+
+# %% ../nbs/40_data.ipynb #ae279260
+def _check_together(s: PrepareSettings) -> None:
+    "Refuse values that do not go together."
+    for name, least in {"image_size": 1, "patch_size": 1, "train_crops": 1, "val_crops": 1, "mask_steps": 0}.items():
+        if (value := getattr(s, name)) is not None and value < least:
+            raise ValueError(f"prepare: {name}={value} is too small; give {least} or more")
+    if s.image_size % s.patch_size:
+        given, near = (
+            f"patch_size={s.patch_size} does not divide image_size={s.image_size}",
+            max(s.side, 1) * s.patch_size,
+        )
+        raise ValueError(f"prepare: {given}; use image_size={near}")
+    if (s.source == "embedded") != (s.folder is None):
+        allowed = "null" if s.source == "embedded" else "a folder below AFNO_DATA, e.g. imagenet"
+        raise ValueError(f"prepare: folder={s.folder!r} does not go with source={s.source}; give {allowed}")
+    if s.source == "embedded" and None in (s.train_crops, s.val_crops):
+        raise ValueError(
+            "prepare: train_crops and val_crops must be numbers with source=embedded; give e.g. 2048 and 64"
+        )
 
 # %% ../nbs/40_data.ipynb #948e4113
 def draw_masks(
