@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SPLITS', 'SUFFIXES', 'SUMMARY', 'MASKS', 'data_root', 'list_pictures', 'open_picture', 'read_picture', 'resize_box',
-           'crop_embedded', 'PrepareSettings', 'draw_masks', 'prepare', 'random_box', 'Prepared', 'load_prepared',
-           'load_masks']
+           'crop_embedded', 'PrepareSettings', 'draw_masks', 'prepare', 'random_box', 'read_square', 'Prepared',
+           'load_prepared', 'load_masks']
 
 # %% ../nbs/40_data.ipynb #80c8218c
 import concurrent.futures
@@ -308,6 +308,19 @@ def random_box(
     return (height - side) // 2, (width - side) // 2, side, side
 
 # %% ../nbs/40_data.ipynb #03744e61
+def read_square(
+    path: Path,  # A picture file
+    size: int,  # Pixels, height and width of the result
+    generator: torch.Generator | None,  # Draws the box; None: the centre square
+) -> Tensor:  # (3, size, size) uint8
+    "Read a picture and cut it to a square."
+    image = open_picture(path)
+    if generator is not None:
+        return resize_box(image, random_box(*image.size, generator), size)
+    side = min(image.size) * 7 / 8
+    return resize_box(image, ((image.height - side) / 2, (image.width - side) / 2, side, side), size)
+
+# %% ../nbs/40_data.ipynb #44ceefe8
 class Prepared(Dataset):
     "Pictures of one split, uint8 (3, size, size); asked for by `index` or by `(index, draw)`."
 
@@ -323,7 +336,7 @@ class Prepared(Dataset):
         self.array, self.files, self.base = folder / f"{split}.npy", [], Path()
         if self.summary["source"] == "imagefolder":
             self.files, self.base = json.loads((folder / f"{split}.json").read_text()), data_root()
-        self.count = self.summary[split]["pictures"]
+        self.count, self.mapped = self.summary[split]["pictures"], None
 
     def __len__(self) -> int:
         return self.count
@@ -332,20 +345,16 @@ class Prepared(Dataset):
         index, draw = key if isinstance(key, tuple) else (key, 0)
         index = range(self.count)[index]
         g = generator(self.seed, "augment", draw, index) if self.augment else None
-        picture = self._read_file(index, g) if self.files else self._read_array(index)
+        picture = read_square(self.base / self.files[index], self.size, g) if self.files else self._read_array(index)
         return picture.flip(-1) if g is not None and torch.rand((), generator=g) < 0.5 else picture
 
     def _read_array(self, index: int) -> Tensor:
-        return torch.from_numpy(
-            np.load(self.array, mmap_mode="r")[index].copy()
-        )  # mapped anew: workers share no handle
+        if self.mapped is None:
+            self.mapped = np.load(self.array, mmap_mode="r")
+        return torch.from_numpy(self.mapped[index].copy())
 
-    def _read_file(self, index: int, g: torch.Generator | None) -> Tensor:
-        image = open_picture(self.base / self.files[index])
-        if g is not None:
-            return resize_box(image, random_box(*image.size, g), self.size)
-        side = min(image.size) * 7 / 8
-        return resize_box(image, ((image.height - side) / 2, (image.width - side) / 2, side, side), self.size)
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"mapped": None}  # a worker maps the file itself instead of receiving its content
 
 # %% ../nbs/40_data.ipynb #39f51e3c
 def _complete(out_dir: Path | str) -> Path:

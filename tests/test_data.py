@@ -328,3 +328,12 @@ def test_half_of_the_draws_are_mirrored(tmp_path):
     plain, data = load_prepared(tmp_path, "train"), load_prepared(tmp_path, "train", augment=True, seed=3)
     mirrored = sum(not torch.equal(data[1, draw], plain[1]) for draw in range(2000))
     assert abs(mirrored - 1000) < 4 * 2000**0.5 / 2
+
+
+def test_a_copy_for_a_worker_carries_no_pictures(tmp_path):
+    prepare(PrepareSettings(**EMBEDDED), tmp_path)
+    data = load_prepared(tmp_path, "train", augment=True)
+    first = data[0, 1]
+    sent = pickle.dumps(data)
+    assert len(sent) < 5000 < (tmp_path / "train.npy").stat().st_size
+    assert torch.equal(pickle.loads(sent)[0, 1], first)
