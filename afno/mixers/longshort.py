@@ -104,14 +104,14 @@ class LongShortAttention(Mixer):
         self.proj = nn.Linear(dim, dim)
 
     def _heads(self, z: Tensor) -> Tensor:
-        "View (B, T, n, C) as (B*T, heads, n, C/heads)."
-        return z.flatten(0, 1).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        "View (B, T, n, C) as (B, T, heads, n, C/heads)."
+        return z.unflatten(-1, (self.num_heads, -1)).transpose(2, 3)
 
     def _gather(self, z: Tensor, shares: Tensor) -> Tensor:
-        "Put landmarks before each tile's neighbours: (B, H, W, C) -> (B, T, r + (w+2g)^2, C)."
-        far = self.dual_ln_dp(landmarks(z.flatten(1, 2), shares))  # (B, r, C)
+        "Put landmarks before each tile's neighbours: (B, H, W, C) -> (B, T, heads, r + (w+2g)^2, C/heads)."
+        far = self.dual_ln_dp(landmarks(z.flatten(1, 2), shares)).to(z.dtype)  # (B, r, C)
         near = tile(z, self.window, margin(self.window))  # (B, T, (w+2g)^2, C)
-        return torch.cat([far.to(z.dtype)[:, None].expand(-1, near.shape[1], -1, -1), near], 2)
+        return torch.cat([self._heads(far[:, None].expand(-1, near.shape[1], -1, -1)), self._heads(near)], 3)
 
 # %% ../../nbs/12_mixers.longshort.ipynb #b31e2905
 def _forward(self: LongShortAttention, x: Tensor) -> Tensor:
@@ -120,13 +120,14 @@ def _forward(self: LongShortAttention, x: Tensor) -> Tensor:
     q, k, v = self.qkv(x).chunk(3, -1)  # each (B, H, W, C)
     k, v = self.dual_ln_full(k).to(q.dtype), self.dual_ln_full(v).to(q.dtype)
     shares = landmark_shares(self.to_dynamic_projection(x).flatten(1, 2), self.num_heads)  # (B, heads, r, N)
-    q, k, v = tile(q, self.window), self._gather(k, shares), self._gather(v, shares)  # (B, T, w*w or keys, C)
+    q, k, v = self._heads(tile(q, self.window)), self._gather(k, shares), self._gather(v, shares)
     seen = F.pad(visible_keys((H, W), self.window, x.device), (self.rank, 0), value=True)  # (T, keys)
-    seen = seen.repeat(B, 1)[:, None, None]  # (B*T, 1, 1, keys)
+    seen = seen.repeat_interleave(self.num_heads, 0)[None, :, None]  # (1, T*heads, 1, keys)
     y = F.scaled_dot_product_attention(
-        self._heads(q), self._heads(k), self._heads(v), seen
-    )  # (B*T, heads, w*w, C/heads)
-    y = untile(y.transpose(1, 2).flatten(2).unflatten(0, (B, -1)), self.window, (H, W))  # (B, H, W, C)
+        q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2), seen
+    )  # (B, T*heads, w*w, C/heads)
+    y = y.unflatten(1, (-1, self.num_heads)).transpose(2, 3).flatten(3)  # (B, T, w*w, C)
+    y = untile(y, self.window, (H, W))  # (B, H, W, C)
     return self.proj(y).to(x.dtype)
 
 
