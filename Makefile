@@ -36,8 +36,9 @@ repro: setup  ## run the paper; TIER=smoke|small|paper chooses the size (without
 plan: setup  ## show what `make repro` would run
 	@$(PYTHON) -m dvc repro --dry
 
-test: setup sync  ## the quick suite: every library notebook once, and pytest
-	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(WORKERS) -m "not slow"
+test: setup  ## the quick suite: every library notebook once, pytest, and whether nbs/ and afno/ agree
+	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(WORKERS) -m "not slow"; tests=$$?; \
+	$(PYTHON) tools/check_sync.py && exit $$tests
 
 test-slow: setup  ## what takes minutes
 	@$(PYTHON) -m pytest -q -m slow
