@@ -55,6 +55,11 @@ sync: setup
 export: setup  ## write afno/ and README.md from nbs/, and clean the notebooks
 	@.venv/bin/nbdev-export && .venv/bin/nbdev-clean && $(PYTHON) tools/readme.py
 
+docs: setup  ## build the site of all notebooks into _site/ (installs mkdocs the first time)
+	@$(PYTHON) -c 'import mkdocs, mkdocs_jupyter, material' 2>/dev/null || \
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[docs]'
+	@$(PYTHON) tools/docs.py && NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet
+
 clean:  ## remove work/ and caches; data, results, reports and DVC's cache stay
 	@rm -rf work .pytest_cache .ruff_cache _docs _proc _site build dist
 	@find reports -name '*.running.ipynb' -delete 2>/dev/null || true
