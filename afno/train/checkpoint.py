@@ -76,7 +76,7 @@ def describe_difference(
     "Say in which respects a state belongs to another run."
     changed = [name for name in sorted(old | new) if old.get(name) != new.get(name)]
     values = [(name, old.get(name, "absent"), new.get(name, "absent")) for name in changed]
-    words = [f"{name} was {a}, is {b}" if len(a) + len(b) < 40 else name for name, a, b in values]
+    words = [f"{name} was {a}, is {b}" if len(a) + len(b) < 30 else name for name, a, b in values]
     return f"is of another run ({'; '.join(words)})" if words else ""
 
 # %% ../../nbs/61_train.checkpoint.ipynb #7337276f
