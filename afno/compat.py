@@ -107,14 +107,14 @@ def fill(
     weights: Mapping[str, Tensor],  # Under the module's names
     names: Mapping[str, str] | None = None,  # Original names where they differ, for messages
 ) -> nn.Module:  # The module, in the weights' dtype
-    "Copy weights into a module; ValueError names the first tensor of a wrong shape."
+    "Copy weights into a module of their precision; ValueError names the first tensor of a wrong shape."
     for name, own in module.state_dict().items():
         if weights[name].shape != own.shape:
             raise ValueError(
                 f"{(names or {}).get(name, name)} has shape {tuple(weights[name].shape)}, allowed beside the others is {tuple(own.shape)}"
             )
-    module.load_state_dict(dict(weights))
-    return module.to(next(iter(weights.values())).dtype)
+    module.to(next(iter(weights.values())).dtype).load_state_dict(dict(weights))
+    return module
 
 # %% ../nbs/85_compat.ipynb #b3be6750
 def _check_grid(module: nn.Module, args: tuple, kwargs: dict, grid: tuple[int, int]) -> None:
@@ -243,14 +243,15 @@ def _long_short(
     for name in ("qkv.weight", "to_dynamic_projection.weight"):
         if state[name].ndim != 2:
             raise ValueError(f"{name} has shape {tuple(state[name].shape)}, allowed is a matrix (out, in)")
-    both, known = state["to_dynamic_projection.weight"].shape[0], num_heads or rank
+    both = state["to_dynamic_projection.weight"].shape[0]
+    name, known = ("rank", rank) if num_heads is None else ("num_heads", num_heads)
     if known is None:
         raise ValueError(f"to_dynamic_projection has num_heads * rank = {both} outputs; give num_heads or rank")
     if known < 1 or both % known:
         raise ValueError(
-            f"{'num_heads' if num_heads else 'rank'}={known} does not divide the {both} outputs of to_dynamic_projection, which are num_heads * rank"
+            f"{name}={known} does not divide the {both} outputs of to_dynamic_projection, which are num_heads * rank"
         )
-    heads, r = (num_heads, both // num_heads) if num_heads else (both // known, known)
+    heads, r = (both // known, known) if num_heads is None else (known, both // known)
     module = LongShortAttention(
         state["qkv.weight"].shape[1], heads, window, agree("rank", rank, r), "qkv.bias" in state
     )
