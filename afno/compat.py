@@ -88,7 +88,7 @@ def check_keys(
     hint = f"; keep one layer's keys and strip its prefix {prefix!r}" if prefix else ""
     raise ValueError(f"state_dict: {', '.join(what)}; allowed are {', '.join(required + optional)}{hint}")
 
-
+# %% ../nbs/85_compat.ipynb #d05f4831
 def agree(
     name: str,  # The setting
     given: int | None,  # What the caller said, or None
