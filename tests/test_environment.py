@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,17 @@ def test_lock_covers_the_dependencies(wanted):
     name = canonical(wanted.name)
     assert name in locked, f"{wanted.name} is not in requirements.lock; see the top of that file"
     assert wanted.specifier.contains(locked[name]), f"requirements.lock has {locked[name]}, pyproject.toml {wanted}"
+
+
+def test_lock_installs_on_every_python_that_is_promised():
+    "A package may want a newer patch release than pyproject.toml promises, and pip then refuses the whole lock."
+    promised = [v for v in ("3.11.0", "3.11.2", "3.12.0") if SpecifierSet(PROJECT["requires-python"]).contains(v)]
+    locked = {canonical(line.split("==")[0]): line.split("==")[1] for line in LOCK}
+    strict, seen = [], 0
+    for package in distributions():
+        name = canonical(package.metadata["Name"])
+        if locked.get(name) == package.version:
+            seen += 1
+            wants = SpecifierSet(package.metadata.get("Requires-Python") or "")
+            strict += [f"{name} {wants}: not {version}" for version in promised if not wants.contains(version)]
+    assert seen > 100 and not strict

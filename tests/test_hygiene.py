@@ -14,7 +14,7 @@ NOTEBOOKS = [p for p in sorted((ROOT / "nbs").rglob("*.ipynb")) if ".ipynb_check
 STAGES = [p for p in NOTEBOOKS if p.parent.name == "stages"]
 LIBRARY = [p for p in NOTEBOOKS if p not in STAGES]
 TRACES = {
-    "a folder of one machine": rb"/(?:home|Users)/\w|/root/|/work/\w+/|/mnt/\w|/private/var/|/var/folders/|[\\/]ipykernel_\d|\.venv/lib/",
+    "a folder of one machine": rb"/(?:home|Users)/\w|/root/|(?<![\w.}>)])/work/\w|/mnt/\w|/private/var/|/var/folders/|[\\/]ipykernel_\d|\.venv/lib/",
     "a package registry": rb"pypi\.org|pythonhosted|artifactory|nexus\.|(?:extra-)?index-url|conda\.anaconda\.org|download\.pytorch",
     "a memory address": rb" at 0x[0-9a-f]{6}",
     "a secret": rb"AKIA[0-9A-Z]{16}|gh[pousr]_[A-Za-z0-9]{30}|-----BEGIN [A-Z ]*PRIVATE KEY",

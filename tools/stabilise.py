@@ -14,7 +14,9 @@ from pathlib import Path
 import nbformat
 
 ROOT = Path(__file__).resolve().parents[1]
-BAR = re.compile(r"\d+%\|.*\||\d+(it|step|steps|batch|epoch)? \[\d+:\d+|[\d.?]+ ?(it/s|s/it)")  # a line that tqdm drew
+BAR = re.compile(
+    r"\d+%\|.*\||\d+(it|step|steps|batch|epoch)? \[\d+:\d+|[\d.?]+ ?(it/s|s/it)|TqdmWarning|autonotebook import"
+)  # a line that tqdm drew
 KEEP = ("kernelspec", "language_info")
 OUTPUT_TEXT = ("text/plain", "text/html", "text/markdown", "text/latex", "image/svg+xml")
 
