@@ -6,6 +6,7 @@ import importlib
 import itertools
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from torch.utils.data import Dataset
 
 from afno.core import generator, seed_everything
 from afno.mixers.base import build_mixer
-from afno.train import TrainSettings, build_optimizer, fit, learning_rate, param_groups, source_fingerprint
+from afno.train import Interrupted, TrainSettings, build_optimizer, fit, learning_rate, param_groups, source_fingerprint
 from afno.train.checkpoint import run_lock
 from afno.train.loop import Batches, Step
 from afno.train.optim import undecayed
@@ -221,7 +222,7 @@ def test_probes_see_the_model_in_eval_mode_without_gradient(tmp_path):
 def test_gradient_is_clipped(tmp_path):
     norms = {}
     for clip in (0.01, None):
-        settings = dataclasses.replace(SETTINGS, clip_norm=clip, epochs=1)
+        settings = dataclasses.replace(SETTINGS, clip_norm=clip, epochs=2)
         model = new_model()
         history = fit(model, masked_loss, Pairs(), settings, tmp_path / str(clip), progress=False)
         norms[clip] = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
@@ -248,7 +249,7 @@ def test_a_gradient_that_overflows_in_fp16_skips_the_step(tmp_path):
     def loss(model, batch, step):
         return masked_loss(model, batch, step) * (1e36 if step.index == 3 else 1)
 
-    settings = dataclasses.replace(SETTINGS, precision="fp16", epochs=1, log_every=1)
+    settings = dataclasses.replace(SETTINGS, precision="fp16", epochs=2, log_every=1)
     history = fit(new_model(), loss, Pairs(), settings, tmp_path, progress=False)
     assert math.isnan(history.rows[3]["grad_norm"]) and math.isfinite(history.rows[4]["grad_norm"])
     assert all(p.isfinite().all() for p in weights(tmp_path / "model.pt").values())
@@ -344,6 +345,59 @@ def test_source_fingerprint_follows_the_sources(tmp_path, monkeypatch):
     assert source_fingerprint() != first
 
 
+class Stop(Exception):
+    pass
+
+
+def stopped_at(step):
+    def loss(model, batch, s):
+        if s.index == step:
+            raise Stop
+        return masked_loss(model, batch, s)
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    "changes, seed, data, model, words",
+    [
+        (dict(lr=0.02), 0, Pairs(), new_model(), "settings.lr was 0.01, is 0.02"),
+        (dict(log_every=3), 0, Pairs(), new_model(), "settings.log_every was 4, is 3"),
+        ({}, 1, Pairs(), new_model(), "seed was 0, is 1"),
+        ({}, 0, Pairs(41), new_model(), "items was 40, is 41"),
+        ({}, 0, Pairs(), new_model().append(nn.Linear(4, 4)), r"\(weight shapes\)"),
+        (dict(workers=1, save_every=5, tensorboard=False), 0, Pairs(), new_model(), None),
+    ],
+)
+def test_only_the_same_run_is_continued(tmp_path, capsys, changes, seed, data, model, words):
+    with pytest.raises(Stop):
+        fit(new_model(), stopped_at(9), Pairs(), SETTINGS, tmp_path / "out", tmp_path / "resume", progress=False)
+    assert weights(tmp_path / "resume/state.pt")["done"] == 7
+    settings = dataclasses.replace(SETTINGS, **changes)
+    history = fit(model, masked_loss, data, settings, tmp_path / "out", tmp_path / "resume", seed=seed, progress=False)
+    said = capsys.readouterr().err
+    if words is None:
+        assert history.resumed_at == 7 and said == ""
+    else:
+        assert history.resumed_at == 0 and re.search(words, said) and said.count("\n") == 1
+        assert weights(tmp_path / "resume/state.pt.stale")["done"] == 7
+
+
+def test_without_a_resume_folder_signals_act_as_usual(tmp_path):
+    def loss(model, batch, step):
+        if step.index == 3:
+            signal.raise_signal(signal.SIGINT)
+        return masked_loss(model, batch, step)
+
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt) as error:
+        fit(new_model(), loss, Pairs(), SETTINGS, tmp_path / "a", progress=False)
+    assert not isinstance(error.value, Interrupted)
+    with pytest.raises(Interrupted, match="interrupted at step 4 of 30; run the same command again to resume"):
+        fit(new_model(), loss, Pairs(), SETTINGS, tmp_path / "b", tmp_path / "resume", progress=False)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
 # --- Two processes -------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
@@ -356,25 +410,17 @@ def loss(model, batch, step):
     return masked_loss(model, batch, step)
 probes = {"error": lambda model, batch: (model(batch[0]) - batch[1]).square().mean()}
 h = fit(new_model(0), loss, Pairs(), SETTINGS, sys.argv[2] + "/out", sys.argv[2] + "/resume", probes=probes, progress=False)
-if h: print("resumed at", h.resumed_at)
+if h: print("process", h.resumed_at, flush=True)
 """
 
 
 def launch(tmp_path, stop=-1):
+    "Run SCRIPT in two processes. (`accelerate launch --cpu --num_processes 2` would start one only.)"
     (tmp_path / "run.py").write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--cpu",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-    ]
-    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += [tmp_path / "run.py", Path(__file__).parent, tmp_path, str(stop)]
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    environment = os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.slow
@@ -388,7 +434,7 @@ def test_two_processes_train_the_weights_of_one(tmp_path):
     began = time.time()
     second = launch(tmp_path)
     assert second.returncode == 0, second.stderr
-    assert second.stdout.count(f"resumed at {done}") == 2, second.stdout
+    assert second.stdout.count(f"process {done}") == 2, second.stdout
     a, b = weights(tmp_path / "one/model.pt"), weights(tmp_path / "out/model.pt")
     for name in a:
         torch.testing.assert_close(a[name], b[name], atol=2e-5, rtol=1e-4)
