@@ -309,7 +309,7 @@ def execute(path: Path, target: Path, values: dict, stop: Stop) -> None:
                 KERNEL,
                 "-f",
                 "{connection_file}",
-                "--log-level=ERROR",
+                "--log-level=CRITICAL",
                 "--HistoryManager.enabled=False",
             ]
             return KernelSpec(argv=argv, display_name="python3", language="python")
