@@ -41,7 +41,7 @@ print("resumed at", history.resumed_at, flush=True)
 
 def start(folder: Path, pause: float = 0.0) -> subprocess.Popen:
     command = [sys.executable, "-c", SCRIPT, str(folder), str(pause)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}  # bits are promised on a CPU
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 

@@ -1,6 +1,7 @@
 """The training loop: items of a step, groups, schedule, log, clipping, precision, refusals, one process or two."""
 
 import builtins
+import csv
 import dataclasses
 import importlib
 import itertools
@@ -10,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,10 @@ from afno.train import Interrupted, TrainSettings, build_optimizer, fit, learnin
 from afno.train.checkpoint import run_lock
 from afno.train.loop import Batches, Step
 from afno.train.optim import undecayed
+
+os.environ.setdefault(
+    "ACCELERATE_USE_CPU", "1"
+)  # here equal bits are expected; `cuda` tests start processes of their own
 
 
 class Pairs(Dataset):
@@ -48,7 +52,7 @@ def masked_loss(model, batch, step: Step):
     x, y = batch
     keep = (torch.rand(step.batch_size, 4, generator=step.generator("mask")) > 0.2)[step.positions]
     scale = torch.stack([torch.rand(1, generator=step.generator("scale", p)) + 0.5 for p in step.positions])
-    return ((model(x * keep) - y).square().mean(1) * scale[:, 0]).mean()
+    return ((model(x * keep.to(x.device)) - y).square().mean(1) * scale[:, 0].to(x.device)).mean()
 
 
 SETTINGS = TrainSettings(epochs=6, batch_size=8, lr=0.01, warmup_steps=5, save_every=7, log_every=4)
@@ -402,44 +406,66 @@ def test_without_a_resume_folder_signals_act_as_usual(tmp_path):
 
 SCRIPT = """
 import sys; sys.path.insert(0, sys.argv[1])
-from test_train import Pairs, SETTINGS, fit, masked_loss, new_model
-import os, signal, dataclasses
-stop = int(sys.argv[3])
+import dataclasses, os, signal
+from test_train import Pairs, SETTINGS, error, fit, masked_loss, new_model
+stop, precision = int(sys.argv[3]), sys.argv[4]
 def loss(model, batch, step):
     if step.index == stop and step.positions[0] == 0: os.kill(os.getpid(), signal.SIGTERM)
     return masked_loss(model, batch, step)
-probes = {"error": lambda model, batch: (model(batch[0]) - batch[1]).square().mean()}
-h = fit(new_model(0), loss, Pairs(), SETTINGS, sys.argv[2] + "/out", sys.argv[2] + "/resume", probes=probes, progress=False)
-if h: print("process", h.resumed_at, flush=True)
+settings = dataclasses.replace(SETTINGS, precision=precision)
+h = fit(new_model(0), loss, Pairs(), settings, sys.argv[2] + "/out", sys.argv[2] + "/resume", probes={"error": error}, progress=False)
+print("process", h.resumed_at, flush=True)
 """
 
 
-def launch(tmp_path, stop=-1):
-    "Run SCRIPT in two processes. (`accelerate launch --cpu --num_processes 2` would start one only.)"
+def error(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def launch(tmp_path, processes, stop=-1, precision="no", cpu="1"):
+    "Run SCRIPT in several processes. (`accelerate launch --cpu --num_processes 2` would start one only.)"
     (tmp_path / "run.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [tmp_path / "run.py", Path(__file__).parent, tmp_path, str(stop)]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
+    command += [tmp_path / "run.py", Path(__file__).parent, tmp_path, stop, precision]
+    environment = os.environ | {"ACCELERATE_USE_CPU": cpu, "OMP_NUM_THREADS": "1"}
     return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.slow
-def test_two_processes_train_the_weights_of_one(tmp_path):
-    probes = {"error": lambda model, batch: (model(batch[0]) - batch[1]).square().mean()}
-    one = fit(new_model(0), masked_loss, Pairs(), SETTINGS, tmp_path / "one", probes=probes, progress=False)
-    first = launch(tmp_path, stop=12)
-    assert first.returncode != 0 and "interrupted at step" in first.stderr, first.stderr
-    done = weights(tmp_path / "resume/state.pt")["done"]
-    assert done in (13, 14)
-    began = time.time()
-    second = launch(tmp_path)
+def check_processes(tmp_path, processes, rel=1e-3, **how):
+    "Stop a run by a signal to one of its processes, continue it, and compare with one process on the CPU."
+    one = fit(new_model(0), masked_loss, Pairs(), SETTINGS, tmp_path / "one", probes={"error": error}, progress=False)
+    first = launch(tmp_path, processes, stop=12, **how)
+    assert first.returncode != 0 and "interrupted at step 13 of 30" in first.stderr, first.stderr
+    assert torch.load(tmp_path / "resume/state.pt", weights_only=True, map_location="cpu")["done"] == 13
+    second = launch(tmp_path, processes, **how)
     assert second.returncode == 0, second.stderr
-    assert second.stdout.count(f"process {done}") == 2, second.stdout
+    assert second.stdout.count("process 13") == processes, second.stdout
     a, b = weights(tmp_path / "one/model.pt"), weights(tmp_path / "out/model.pt")
+    assert a.keys() == b.keys()
+    rows = list(csv.DictReader((tmp_path / "out/log.csv").open()))
+    if (
+        how.get("precision") == "fp16"
+    ):  # its scale may be too large at first: a skipped step, which one process may not have
+        assert float(rows[-1]["loss"]) == pytest.approx(one.rows[-1]["loss"], rel=rel)
+        return
     for name in a:
-        torch.testing.assert_close(a[name], b[name], atol=2e-5, rtol=1e-4)
-    assert a.keys() == b.keys() and (tmp_path / "out/model.pt").stat().st_mtime >= began - 1
-    rows = (tmp_path / "out/log.csv").read_text().splitlines()
-    assert len(rows) == len(one.rows) + 1
-    for line, row in zip(rows[1:], one.rows, strict=True):
-        assert [float(v) for v in line.split(",")] == pytest.approx(list(row.values()), rel=1e-3)
+        torch.testing.assert_close(a[name], b[name], atol=rel / 50, rtol=rel / 10)
+    for line, row in zip(rows, one.rows, strict=True):
+        assert [float(v) for v in line.values()] == pytest.approx(list(row.values()), rel=rel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision, rel", [("no", 1e-3), ("fp16", 0.1)])
+def test_two_processes_train_the_weights_of_one(tmp_path, precision, rel):
+    check_processes(tmp_path, 2, rel, precision=precision)
+
+
+@pytest.mark.slow
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("precision, rel", [("no", 1e-3), ("bf16", 0.2), ("fp16", 0.1)])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_gpus_train_the_weights_of_a_cpu(tmp_path, processes, precision, rel):
+    if processes > torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    check_processes(tmp_path, processes, rel, precision=precision, cpu="0")

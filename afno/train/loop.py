@@ -496,7 +496,14 @@ def fit(
         title = ", ".join(filter(None, (name, f"resumed at step {start}" if start else "")))
         hidden = not (progress and run.is_main)
         with tqdm(
-            total=total, initial=start, desc=title, unit="step", leave=False, file=sys.stderr, disable=hidden
+            total=total,
+            initial=start,
+            desc=title,
+            unit="step",
+            leave=False,
+            file=sys.stderr,
+            disable=hidden,
+            mininterval=0.5,
         ) as bar:
             with StopRequest() if resume else contextlib.nullcontext(StopRequest()) as stop:
                 train_all(run, dataset, bar, stop)
