@@ -414,7 +414,7 @@ def loss(model, batch, step):
     return masked_loss(model, batch, step)
 settings = dataclasses.replace(SETTINGS, precision=precision)
 h = fit(new_model(0), loss, Pairs(), settings, sys.argv[2] + "/out", sys.argv[2] + "/resume", probes={"error": error}, progress=False)
-print("process", h.resumed_at, flush=True)
+os.write(1, f"process {h.resumed_at}\\n".encode())  # one call, so that lines of two processes do not mix
 """
 
 
