@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -181,7 +182,7 @@ def test_killed_runner_takes_the_kernel_along(repo):
 @pytest.mark.parametrize("shell", ["exec {}", "{}; true"])  # with the shell that DVC uses as parent or in between
 def test_dead_dvc_stops_the_notebook(repo, shell):
     stage(repo, "toy", PARAMETERS, SAVE)
-    script = shell.format(" ".join(command("toy")))
+    script = shell.format(shlex.join(command("toy")))
     code = f"import subprocess; subprocess.run(['/bin/sh', '-c', {script!r}])"
     dvc = subprocess.Popen([sys.executable, "-c", code], cwd=repo, env=os.environ | {"DVC_STAGE": "toy"})
     kernel = started(repo)
