@@ -1,6 +1,7 @@
 """Bring an executed notebook into a form that is the same bytes after every run: stabilise.py NOTEBOOK...
 
-Dropped: run times, random ids, memory addresses, progress bars, paths of this machine. Kept: code, text, tables, pictures.
+Dropped: run times, random ids, memory addresses, paths of this machine, and what went to stderr: progress bars, warnings and
+news such as "resuming" belong to one run and its terminal. Kept: code, printed text, tables, pictures.
 """
 
 from __future__ import annotations
@@ -14,9 +15,6 @@ from pathlib import Path
 import nbformat
 
 ROOT = Path(__file__).resolve().parents[1]
-BAR = re.compile(
-    r"\d+%\|.*\||\d+(it|step|steps|batch|epoch)? \[\d+:\d+|[\d.?]+ ?(it/s|s/it)|TqdmWarning|autonotebook import"
-)  # a line that tqdm drew
 KEEP = ("kernelspec", "language_info")
 OUTPUT_TEXT = ("text/plain", "text/html", "text/markdown", "text/latex", "image/svg+xml")
 
@@ -35,30 +33,25 @@ def clean_text(text: str, root: Path) -> str:
 
 
 def clean_outputs(outputs: list, root: Path) -> list:
-    "Merge neighbouring pieces of a stream, clean all text, and put what remains of stderr last: its place differs between runs."
-    kept, errors = [], []
+    "Leave out stderr, merge neighbouring pieces of stdout, and clean all text."
+    kept = []
     for out in outputs:
-        if out.output_type == "stream":
-            stream = errors if out.name == "stderr" else kept
-            if stream and stream[-1].output_type == "stream":
-                stream[-1].text += out.text
-            else:
-                stream.append(out)
+        if out.get("name") == "stderr":
+            continue
+        if out.output_type == "stream" and kept and kept[-1].output_type == "stream":
+            kept[-1].text += out.text
         else:
             kept.append(out)
-    for out in kept + errors:
+    for out in kept:
         if out.output_type == "stream":
-            text = last_states(out.text)
-            if out.name == "stderr":
-                text = "".join(line for line in text.splitlines(keepends=True) if line.strip() and not BAR.search(line))
-            out.text = clean_text(text, root)
+            out.text = clean_text(last_states(out.text), root)
         for kind in set(OUTPUT_TEXT) & set(out.get("data", {})):
             out.data[kind] = clean_text(out.data[kind], root)
         if out.output_type == "error":
             out.traceback = [clean_text(line, root) for line in out.traceback]
         if "metadata" in out:
             out.metadata = {}
-    return [out for out in kept + errors if out.output_type != "stream" or out.text]
+    return kept
 
 
 def stabilise(nb: nbformat.NotebookNode, root: Path = ROOT) -> nbformat.NotebookNode:
