@@ -66,7 +66,7 @@ def check_settings(
     values: dict,  # Names and values as read
     schema: type,  # A dataclass: the names and types that are allowed
     where: str,  # How to call the source in messages, e.g. "params.yaml: inpaint"
-):  # An instance of `schema`
+) -> typing.Any:  # An instance of `schema`
     "Build `schema` from `values`, refusing unknown names, missing names and wrong types."
     fields = {f.name: f for f in dataclasses.fields(schema)}
     hints = typing.get_type_hints(schema)
@@ -104,7 +104,7 @@ def load_params(
     schema: type | None = None,  # Dataclass that says what the section may hold; a plain dict is returned if None
     path: Path | str | None = None,  # Parameter file; `params.yaml` if None
     drop: typing.Sequence[str] = (),  # Names that the caller reads itself
-):  # An instance of `schema`, or the section as it is
+) -> typing.Any:  # An instance of `schema`, or the section as it is
     "Read one section of the parameter file, strictly."
     values, seen = read_params(path), ""
     name = Path(path).name if path else "params.yaml"

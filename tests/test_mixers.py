@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from afno.mixers import MIXERS, AFNO1D, build_mixer
+from afno.mixers import AFNO1D, MIXERS, build_mixer
 from afno.mixers.checks import CHECKS, compiles_with
 
 SETTINGS = {"attention": {"num_heads": 2}, "longshort": {"num_heads": 2}, "gfn": {}, "afno": {"num_blocks": 2}}

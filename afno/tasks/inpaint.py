@@ -240,7 +240,7 @@ def show_completions(
     "Draw one row a picture: what was visible, each completion with its PSNR, the original."
     import matplotlib.pyplot as plt
 
-    columns = {"visible": (pictures * ~mask[:, None], None)}
+    columns: dict[str, tuple[Tensor, Tensor | None]] = {"visible": (pictures * ~mask[:, None], None)}
     for title, fill in fills.items():
         done = complete(pictures, fill(pictures, mask), mask)
         columns[title] = (done, psnr(done, pictures, reduction="none"))
