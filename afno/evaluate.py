@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,8 +104,9 @@ class Evaluation:
         "Write the record, the figure and the per-picture numbers."
         with atomic_write(results / "completions.png") as file:
             figure.savefig(file, format="png", dpi=110, metadata={"Software": None})
+        arrays: dict[str, Any] = dict(self.per_picture)
         with atomic_write(work / "per_picture.npz") as file:
-            np.savez(file, **self.per_picture)
+            np.savez(file, **arrays)
         metrics = self.record["metrics"]
         write_record(
             results / "inpaint.json",

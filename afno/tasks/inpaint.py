@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..core import atomic_write, generator, load_params, seed_everything, write_record
 from ..data import load_prepared
-from ..masks import random_walk_mask, upsample_mask
+from ..masks import Border, random_walk_mask, upsample_mask
 from ..metrics import complete, psnr, ssim
 from ..mixers.afno import record_zeros
 from ..models import vit
@@ -96,7 +96,7 @@ def build_model(
 def make_loss(
     grid: tuple[int, int],  # Token grid (H, W)
     steps: int | None,  # Steps of the walk; one per token if None
-    border: str,  # What a walk does at the border
+    border: Border,  # What a walk does at the border
     patch_size: int,  # Pixels
 ) -> Callable:  # loss(model, batch, step) for `fit`
     "Make the loss of inpainting: draw masks, hide, predict, compare hidden pixels."
