@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE := 1
 export MPLBACKEND := agg
 
 .DEFAULT_GOAL := help
-.PHONY: help setup repro plan test test-slow check sync export docs clean
+.PHONY: help setup data repro plan test test-slow check sync export docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -26,9 +26,11 @@ setup:  ## make .venv with the exact versions of requirements.lock (6 GB, about 
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[dev]' && \
 	cat pyproject.toml requirements.lock > .venv/.installed; }
 
-repro: setup  ## run the paper; TIER=smoke|small|paper chooses the size (without TIER: as params.yaml says)
+data: setup  ## restore data/ from dvcstore/
+	@if test -f data.dvc; then $(PYTHON) -m dvc pull --quiet data.dvc; fi
+
+repro: setup data  ## run the paper; TIER=smoke|small|paper chooses the size (without TIER: as params.yaml says)
 	@set -e; tier="$$($(PYTHON) tools/tier.py $(TIER))"; echo "tier $$tier (make repro TIER=... for another)"; \
-	if test -f data.dvc; then $(PYTHON) -m dvc pull --quiet data.dvc; fi; \
 	$(PYTHON) -m dvc repro; \
 	mkdir -p "results/$$tier"; cp params.yaml dvc.lock "results/$$tier/"; \
 	echo "done: results/$$tier and reports/$$tier"
@@ -36,11 +38,11 @@ repro: setup  ## run the paper; TIER=smoke|small|paper chooses the size (without
 plan: setup  ## show what `make repro` would run
 	@$(PYTHON) -m dvc repro --dry
 
-test: setup  ## the quick suite: every library notebook once, pytest, and whether nbs/ and afno/ agree
+test: setup data  ## the quick suite: every library notebook once, pytest, and whether nbs/ and afno/ agree
 	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(WORKERS) -m "not slow"; tests=$$?; \
 	$(PYTHON) tools/check_sync.py && exit $$tests
 
-test-slow: setup  ## what takes minutes
+test-slow: setup data  ## what takes minutes
 	@$(PYTHON) -m pytest -q -m slow
 
 check: setup sync  ## lint, format, types, and whether nbs/, afno/ and README.md agree
@@ -55,7 +57,7 @@ sync: setup
 export: setup  ## write afno/ and README.md from nbs/, and clean the notebooks
 	@.venv/bin/nbdev-export && .venv/bin/nbdev-clean && $(PYTHON) tools/readme.py
 
-docs: setup  ## build the site of all notebooks into _site/ (installs mkdocs the first time)
+docs: setup data  ## build the site of all notebooks into _site/ (installs mkdocs the first time)
 	@$(PYTHON) -c 'import mkdocs, mkdocs_jupyter, material' 2>/dev/null || \
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[docs]'
 	@$(PYTHON) tools/docs.py && NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet

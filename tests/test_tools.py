@@ -77,4 +77,4 @@ def test_make_lists_its_commands():
     found = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0
     named = {line.split()[1] for line in found.stdout.splitlines()}
-    assert named >= {"help", "setup", "repro", "plan", "test", "test-slow", "check", "export", "docs", "clean"}
+    assert named >= {"help", "setup", "data", "repro", "plan", "test", "test-slow", "check", "export", "docs", "clean"}
