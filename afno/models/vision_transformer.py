@@ -23,6 +23,7 @@ from afno.models.layers import (
     SegmentHead,
     init_weights,
     resample_pos_embed,
+    sinusoids,
     token_grid,
 )
 
@@ -70,7 +71,7 @@ class VisionTransformer(nn.Module):
         self.grid = H, W = token_grid(img_size, patch_size)
         self.checkpointing = checkpointing
         self.embed = PatchEmbed(dim, patch_size)
-        self.pos_embed = nn.Parameter(torch.zeros(1, H, W, dim))
+        self.pos_embed = nn.Parameter(sinusoids((H, W), dim))
         rates = [drop_path * i / max(depth - 1, 1) for i in range(depth)]
         settings = mixer_settings or {}
         blocks = [Block(build_mixer(mixer, dim, grid=(H, W), **settings), dim, mlp_ratio, rate) for rate in rates]
@@ -78,7 +79,6 @@ class VisionTransformer(nn.Module):
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.head = build_head(head, dim, patch_size, num_classes)
         self.apply(init_weights)
-        nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def features(self, x: Tensor) -> Tensor:
         "Map pictures (B, 3, h, w) to the normalised tokens (B, H, W, C) that the head reads."

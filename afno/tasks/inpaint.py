@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['MEAN', 'STD', 'normalise', 'denormalise', 'hide', 'masked_error', 'InpaintSettings', 'MixerSettings', 'build_model',
-           'make_loss', 'zero_share', 'pretrain', 'read_log', 'record_run', 'predict', 'mean_fill', 'biharmonic_fill',
-           'measure', 'show_completions']
+           'recolour', 'make_loss', 'zero_share', 'pretrain', 'read_log', 'record_run', 'predict', 'mean_fill',
+           'biharmonic_fill', 'measure', 'show_completions']
 
 # %% ../../nbs/50_tasks.inpaint.ipynb #bbe74dcc
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -68,6 +69,7 @@ class InpaintSettings(TrainSettings):
 
     size: str  # Named size of the backbone: b4, s4, xs4
     depth: int | None  # Transformer layers; the named size's if None
+    recolour: bool  # Redraw each training picture's colours; for training sets of few photographs
 
 
 @dataclasses.dataclass
@@ -92,22 +94,39 @@ def build_model(
     overrides = {k: v for k, v in overrides.items() if v is not None}
     return vit(task.size, mixer, img_size, head="pixels", mixer_settings=own.settings, **overrides)
 
+# %% ../../nbs/50_tasks.inpaint.ipynb #7378b3c0
+def recolour(
+    pictures: Tensor,  # (B, 3, h, w) in [0, 1]
+    g: torch.Generator,  # Draws for the whole batch
+    batch_size: int,  # Pictures over all processes
+    positions: slice,  # Of these pictures in it
+) -> Tensor:  # The same shape, in [0, 1]
+    "Permute the colours of each picture and redraw their contrast and level."
+    order = torch.rand(batch_size, 3, generator=g).argsort(1)[positions]
+    contrast = (0.2 + torch.rand(batch_size, 3, 1, 1, generator=g))[positions].to(pictures.device)
+    shared, own = (torch.rand(batch_size, n, 1, 1, generator=g)[positions].to(pictures.device) for n in (1, 3))
+    pictures = torch.stack([p[o] for p, o in zip(pictures, order)])
+    mean = pictures.mean((2, 3), keepdim=True)
+    return ((pictures - mean) * contrast + (shared + own) / 2).clamp(0, 1)
+
 # %% ../../nbs/50_tasks.inpaint.ipynb #c84fe23f
 def make_loss(
     grid: tuple[int, int],  # Token grid (H, W)
     steps: int | None,  # Steps of the walk; one per token if None
     border: Border,  # What a walk does at the border
     patch_size: int,  # Pixels
+    redraw: bool = False,  # Recolour each picture
 ) -> Callable:  # loss(model, batch, step) for `fit`
     "Make the loss of inpainting: draw masks, hide, predict, compare hidden pixels."
     steps = grid[0] * grid[1] if steps is None else steps
 
     def loss(model: nn.Module, batch: Tensor, step) -> Tensor:
-        masks = random_walk_mask(grid, steps, border, step.batch_size, step.generator("mask"))[
-            step.positions.start : step.positions.stop
-        ]
+        own = slice(step.positions.start, step.positions.stop)
+        masks = random_walk_mask(grid, steps, border, step.batch_size, step.generator("mask"))[own]
         mask = upsample_mask(masks, patch_size).to(batch.device)
         pictures = batch.float() / 255
+        if redraw:
+            pictures = recolour(pictures, step.generator("colour"), step.batch_size, own)
         return masked_error(model(hide(pictures, mask)), normalise(pictures), mask)
 
     return loss
@@ -120,7 +139,13 @@ def zero_share(
     "Measure how much of the spectrum shrinkage has silenced."
     with record_zeros(model) as zeros:
         model(normalise(batch.float() / 255))
-    return float(np.mean(list(zeros.values()))) if zeros else float("nan")
+    share = float(np.mean(list(zeros.values()))) if zeros else float("nan")
+    if share > 0.95:
+        warnings.warn(
+            f"shrinkage sets {share:.1%} of the spectrum to zero: lower sparsity_threshold, or the mixer stays silent",
+            stacklevel=2,
+        )
+    return share
 
 
 def pretrain(
@@ -137,7 +162,7 @@ def pretrain(
     seed_everything(seed, "weights")
     model = build_model(mixer, prep["image_size"], prep["patch_size"], params)
     side = prep["image_size"] // prep["patch_size"]
-    loss = make_loss((side, side), prep["mask_steps"], prep["mask_border"], prep["patch_size"])
+    loss = make_loss((side, side), prep["mask_steps"], prep["mask_border"], prep["patch_size"], task.recolour)
     pictures = load_prepared(prepared, "train", augment=True, seed=seed)
     settings = dataclasses.replace(task, lr=task.lr * own.lr_scale, min_lr=min(task.min_lr, task.lr * own.lr_scale))
     probes = {"zeros": zero_share} if mixer == "afno" else {}
