@@ -30,6 +30,8 @@ class TrainSettings:
     save_every: int = 100  # Steps between checkpoints
     log_every: int = 16  # Steps between rows of the log
     workers: int = 0  # Processes that read items, per training process
+    accumulate: int = 1  # Pieces that a step's batch is computed in, to save memory; the gradient is the same
+    ema: float | None = None  # Decay of an exponential moving average of the weights; None: no average
     tensorboard: bool = False  # Also write TensorBoard events (needs the package tensorboard)
 
     def __post_init__(self) -> None:
@@ -42,6 +44,7 @@ LEAST = {
     "save_every": 1,
     "log_every": 1,
     "workers": 0,
+    "accumulate": 1,
     "warmup_steps": 0,
     "min_lr": 0,
     "weight_decay": 0,
@@ -72,6 +75,10 @@ def check_train_settings(
     if settings.clip_norm is not None and not settings.clip_norm > 0:
         raise ValueError(
             f"clip_norm={settings.clip_norm} is not allowed; use a number above 0, or null to leave gradients alone"
+        )
+    if settings.ema is not None and not 0 < settings.ema < 1:
+        raise ValueError(
+            f"ema={settings.ema} is not allowed; use a decay between 0 and 1, such as 0.9999, or null for no average"
         )
 
 # %% ../../nbs/60_train.optim.ipynb #1448d99a
