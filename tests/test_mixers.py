@@ -6,7 +6,14 @@ import torch
 from afno.mixers import AFNO1D, MIXERS, build_mixer
 from afno.mixers.checks import CHECKS, compiles_with
 
-SETTINGS = {"attention": {"num_heads": 2}, "longshort": {"num_heads": 2}, "gfn": {}, "afno": {"num_blocks": 2}}
+SETTINGS = {
+    "attention": {"num_heads": 2},
+    "efficient_attention": {"num_heads": 2, "reduction": 2},
+    "longshort": {"num_heads": 2},
+    "gfn": {},
+    "fno": {"num_blocks": 2},
+    "afno": {"num_blocks": 2},
+}
 
 
 def builder(name):
