@@ -119,7 +119,7 @@ def test_one_dimensional_transforms(n):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(convention="flops"), "convention='flops' is unknown; allowed are true, paper"),
+        (dict(convention="flops"), "convention='flops' is unknown; allowed are true, paper, table4"),
         (dict(input_shape=(32, 32)), "allowed are (3, h, w) and (B, 3, h, w)"),
     ],
 )
