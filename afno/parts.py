@@ -142,7 +142,7 @@ def draw_car(draw: Draw) -> list[Part]:
         for x in (0.23, 0.77)
         for p in (
             ellipse(4, (x, 0.72), (wheel, wheel), (0.1, 0.1, 0.1)),
-            ellipse(5, (x, 0.72), (wheel * 0.55,) * 2, (0.75, 0.75, 0.78)),
+            ellipse(5, (x, 0.72), (wheel * 0.55, wheel * 0.55), (0.75, 0.75, 0.78)),
         )
     ]
     lamp, stop = (
@@ -415,7 +415,7 @@ def part_pictures(
         g = generator(seed, kind, i)
         draw = Draw(g)
         pairs.append(paint(pose(PARTS[kind][0](draw), draw), backdrop(opened, size, draw), g))
-    return torch.stack([p for p, _ in pairs]), torch.stack([l for _, l in pairs])
+    return torch.stack([p for p, _ in pairs]), torch.stack([labels for _, labels in pairs])
 
 
 def object_pictures(
