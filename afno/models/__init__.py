@@ -6,7 +6,7 @@
 __all__ = ['SIZES', 'SegFormer', 'VisionTransformer', 'segformer', 'vit']
 
 # %% ../../nbs/33_models.ipynb #e6c31ba7
-from .mit import segformer
+from .mit import SegFormer, segformer
 from .vision_transformer import SIZES, VisionTransformer, vit
 
 # %% ../../nbs/33_models.ipynb #78eb5c64
