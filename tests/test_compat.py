@@ -187,7 +187,7 @@ AFNO, LS, GF = (stored(f)[1] for f in ("nvlabs_afno2d_sq16", "transformer_ls_att
 @pytest.mark.parametrize(
     "kind, weights, settings, words",
     [
-        ("segformer/mit", {}, {}, list(KINDS)),
+        ("segformer/head", {}, {}, list(KINDS)),
         ("nvlabs/afno2", AFNO, {}, ["did you mean 'nvlabs/afno2d'"]),
         ("nvlabs/afno2d", AFNO, {"window": 4}, ["no setting 'window'", "sparsity_threshold"]),
         ("nvlabs/afno2d", {k: v for k, v in AFNO.items() if k != "b1"}, {}, ["missing b1"]),
