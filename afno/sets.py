@@ -123,7 +123,7 @@ def _generated(kind: str, source: SegmentSource, size: int, seed: int) -> dict[s
 
 
 def _read(kind: str, source: SegmentSource, size: int) -> dict[str, LabelledPictures]:
-    "Read a set from the user's folder: the first pictures to learn from, the others to measure on."
+    "Read a set from the user's folder: a few pictures, evenly spread, to learn from, the others to measure on."
     if source.folder is None:
         raise ValueError(
             f"fewshot_sets: sets.{kind}.folder is null; layout {source.layout} needs a folder below AFNO_DATA"

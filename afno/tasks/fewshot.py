@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['FewshotSettings', 'segment_loss', 'validation_batches', 'majority_matrix', 'finetune', 'best_and_last',
-           'build_labeller', 'fewshot', 'score_table', 'label_columns', 'show_labels']
+           'build_labeller', 'fewshot', 'score_table', 'class_colours', 'label_columns', 'show_labels']
 
 # %% ../../nbs/51_tasks.fewshot.ipynb #a3f03082
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..core import load_params, seed_everything
 from ..metrics import ConfusionMatrix, classes_counted, miou, per_class_iou
 from ..sets import LabelledPictures
+from ..shapes import LABEL_COLOURS, colour_labels
 from afno.tasks.base import (
     MixerSettings,
     build_model,
@@ -154,6 +155,17 @@ def score_table(
     }
 
 # %% ../../nbs/51_tasks.fewshot.ipynb #2f583478
+def class_colours(
+    count: int,  # Classes
+) -> Sequence[str]:  # Colours as matplotlib names them
+    "Choose colours that colour-blind readers tell apart, while there are few; else a spectrum."
+    from matplotlib import colormaps, colors
+
+    if count <= len(LABEL_COLOURS):
+        return LABEL_COLOURS
+    return [colors.to_hex(colormaps["nipy_spectral"](0.05 + 0.9 * i / (count - 1))) for i in range(count)]
+
+
 def label_columns(
     models: dict[str, nn.Module],  # Title -> model
     pictures: LabelledPictures,  # The first few are labelled
@@ -182,12 +194,11 @@ def show_labels(
     size = (1.5 * len(titles), 1.55 * count * len(blocks))
     figure, axes = plt.subplots(count * len(blocks), len(titles), figsize=size, squeeze=False, layout="constrained")
     for block, (models, pictures) in enumerate(blocks):
+        colours = class_colours(len(pictures.classes))
         for j, (title, values) in enumerate(label_columns(models, pictures, count).items()):
             for i, ax in enumerate(axes[block * count : (block + 1) * count, j]):
                 ax.imshow(
-                    values[i],
-                    interpolation="nearest",
-                    **({} if title == "picture" else {"cmap": "tab20", "vmin": 0, "vmax": 19}),
+                    values[i] if title == "picture" else colour_labels(values[i], colours), interpolation="nearest"
                 )
                 ax.set(xticks=[], yticks=[])
     for ax, title in zip(axes[0], titles):

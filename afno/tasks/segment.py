@@ -17,7 +17,8 @@ from ..core import check_settings, load_params, seed_everything
 from ..metrics import ConfusionMatrix, classes_counted, miou, per_class_iou
 from ..models import segformer
 from ..sets import ClassItems, StreetCrops, open_streets
-from ..streets import CITYSCAPES_CLASSES
+from ..shapes import colour_labels
+from ..streets import CITYSCAPES_CLASSES, STREET_COLOURS
 from .base import load_backbone, normalise, pixel_cross_entropy
 from .classify import Augment, train_classifier, val_transform
 from ..train import TrainSettings, fit
@@ -225,13 +226,14 @@ def show_scenes(
     )
     for i, row in enumerate(axes):
         picture, labels = streets[i]
-        shown = [picture.permute(1, 2, 0), labels.float().masked_fill(labels == 255, float("nan"))]
+        shown: list = [picture.permute(1, 2, 0), colour_labels(labels, STREET_COLOURS)]
         for model in models.values():
             device = next(model.parameters()).device
             with torch.no_grad():
-                shown.append(model.eval()(normalise(picture[None].to(device).float() / 255))[0].argmax(0).cpu())
-        for j, (ax, values) in enumerate(zip(row, shown)):
-            ax.imshow(values, interpolation="nearest", **({} if j == 0 else {"cmap": "tab20", "vmin": 0, "vmax": 19}))
+                logits = model.eval()(normalise(picture[None].to(device).float() / 255))[0]
+            shown.append(colour_labels(logits.argmax(0).cpu(), STREET_COLOURS))
+        for ax, values in zip(row, shown):
+            ax.imshow(values, interpolation="nearest")
             ax.set(xticks=[], yticks=[])
     for ax, title in zip(axes[0], columns):
         ax.set_title(title, fontsize=9)
