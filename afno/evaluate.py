@@ -241,7 +241,7 @@ def evaluate_classify(
         )
     return record
 
-
+# %% ../nbs/75_evaluate.ipynb #13ff83d4
 def segment_systems(
     mixers: Sequence[str],  # Those that were trained
     shares: Sequence[float],  # Of AFNO's coefficients

@@ -121,7 +121,7 @@ def _generated(kind: str, source: SegmentSource, size: int, seed: int) -> dict[s
         for split, n in counts.items()
     }
 
-
+# %% ../nbs/46_sets.ipynb #8a1aa3e8
 def _read(kind: str, source: SegmentSource, size: int) -> dict[str, LabelledPictures]:
     "Read a set from the user's folder: a few pictures, evenly spread, to learn from, the others to measure on."
     if source.folder is None:
@@ -150,7 +150,7 @@ def _read(kind: str, source: SegmentSource, size: int) -> dict[str, LabelledPict
         )
     return parts
 
-
+# %% ../nbs/46_sets.ipynb #45ce735d
 def prepare_fewshot(
     settings: FewshotSets,  # What to prepare
     out: Path,  # Folder for <set>.npz and summary.json

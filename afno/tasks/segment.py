@@ -173,7 +173,7 @@ def pretrain_segformer(
         model, pictures, size, augment, train, out, resume, seed, {"mixer": mixer}, f"{mixer}, pretraining"
     )
 
-
+# %% ../../nbs/53_tasks.segment.ipynb #427875a8
 def segment(
     mixer: str,  # A name of `MIXERS`
     seed: int,  # Of the decoder's weights, order and crops
