@@ -159,13 +159,14 @@ class SegFormer(nn.Module):
 
     def __init__(
         self,
-        encoder: MixTransformer,  # Four stages
+        encoder: nn.Module,  # Four stages: pictures -> four token grids
         head: nn.Module,  # SegFormerHead, or ClassHead on the last stage
+        init_encoder: bool = True,  # Draw the encoder's weights anew; False leaves a trunk as it is
     ):
         super().__init__()
         self.encoder, self.head = encoder, head
-        self.apply(init_weights)
-        self.apply(init_convolutions)
+        for part in (self.encoder, self.head) if init_encoder else (self.head,):
+            part.apply(init_weights).apply(init_convolutions)
 
     def forward(self, x: Tensor) -> Tensor:
         stages = self.encoder(x)
