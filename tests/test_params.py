@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[1]
 TIERS = ["smoke", "small", "paper"]
 TEXT = {tier: (ROOT / f"params/{tier}.yaml").read_text() for tier in TIERS}
 VALUES = {tier: yaml.safe_load(TEXT[tier]) for tier in TIERS}
-FREE = re.compile(r"(mixers\.\w+\.settings|segment\.mixer_settings)$")  # a mixer's own settings, checked by its constructor
+FREE = re.compile(
+    r"(mixers\.\w+\.settings|segment\.mixer_settings)$"
+)  # a mixer's own settings, checked by its constructor
 
 
 def leaves(value, path=""):
