@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['MIXER_NAMES', 'SYSTEM_NAMES', 'DASH', 'FEWSHOT_SETS', 'CAUTION', 'printed', 'spread', 'number', 'difference',
            'markdown_table', 'read_record', 'table2', 'table2_sizes', 'table3', 'table4', 'table4_sizes', 'table5',
-           'inpaint_part', 'fewshot_part', 'segment_part', 'classify_part', 'report_page', 'means', 'save_report']
+           'inpaint_part', 'fewshot_part', 'segment_part', 'classify_part', 'costs_part', 'report_page', 'means',
+           'save_report']
 
 # %% ../nbs/90_report.ipynb #c1d116ce
 import json
@@ -380,6 +381,30 @@ reproduced. Parameters here include the position embedding. Self-attention is de
 """
 
 
+def costs_part(
+    tier: str,  # smoke | small | paper
+    complexity: dict,  # Of the stage complexity
+    speed: tuple[dict, dict],  # Of the stage speed, and its times
+) -> str:  # Markdown
+    "Write what the report says of costs: counted, and timed."
+    from afno.audit import audit_markdown
+    from afno.bench import speed_markdown
+
+    return f"""## Every printed cost, counted
+
+{audit_markdown(complexity | {"counts": complexity["metrics"]})}
+
+Models of the paper's full sizes, whatever the tier; nothing is trained. "Reproduced" is within 1 %, or within half of the last printed
+digit, under the convention named. A number that is not reproduced stands with what was tried in the record.
+
+## Speed
+
+{speed_markdown(*speed)}
+
+![Time against tokens](../../results/{tier}/speed/speed.png)
+"""
+
+
 def report_page(
     tier: str,  # smoke | small | paper
     records: dict[str, tuple[dict, dict]],  # Task -> record and what differs from run to run
@@ -388,13 +413,14 @@ def report_page(
     run = records["inpaint"][1]
     parts = [inpaint_part(tier, *records["inpaint"]), fewshot_part(tier, records["fewshot"][0])]
     parts += [segment_part(tier, records["segment"][0]), classify_part(tier, records["classify"][0])]
+    parts += [costs_part(tier, records["complexity"][0], records["speed"])]
     return f"""# Report: {tier}
 
 Made by the stage `report` from `results/{tier}/`; commit {run.get("commit", DASH)}; hardware: {run.get("device", DASH)}.
 
 {chr(10).join(parts)}
 Executed notebooks: [prepare](prepare.ipynb), [inpaint](inpaint), [fewshot](fewshot), [segment](segment), [classify](classify),
-[evaluate](evaluate.ipynb), [report](report.ipynb). Records: [results/{tier}](../../results/{tier}).
+[evaluate](evaluate.ipynb), [complexity](complexity.ipynb), [speed](speed.ipynb), [report](report.ipynb). Records: [results/{tier}](../../results/{tier}).
 """
 
 # %% ../nbs/90_report.ipynb #092fbfcf
