@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['MIXER_NAMES', 'SYSTEM_NAMES', 'DASH', 'FEWSHOT_SETS', 'CAUTION', 'printed', 'spread', 'number', 'difference',
            'markdown_table', 'read_record', 'table2', 'table2_sizes', 'table3', 'table4', 'table4_sizes', 'table5',
-           'inpaint_part', 'fewshot_part', 'segment_part', 'classify_part', 'costs_part', 'report_page', 'means',
-           'save_report']
+           'inpaint_part', 'fewshot_part', 'segment_part', 'classify_part', 'ablation_part', 'costs_part', 'in_order',
+           'report_page', 'means', 'save_report']
 
 # %% ../nbs/90_report.ipynb #c1d116ce
 import json
@@ -380,7 +380,34 @@ twelve layers on 56x56 tokens cost under the convention of Table 2, for every mi
 reproduced. Parameters here include the position embedding. Self-attention is described in A.5 and not printed. {"The pictures are generated objects." if tier == "smoke" else ""}
 """
 
+# %% ../nbs/90_report.ipynb #ca3e8c99
+def ablation_part(
+    tier: str,  # smoke | small | paper
+    found: dict[str, dict],  # Knob -> value -> scores
+) -> str:  # Markdown
+    "Write what the report says of Figure 3 and Table 6."
+    from afno.tasks.ablate import ablation_table
 
+    return f"""## Figure 3: threshold and blocks
+
+![Scores against the threshold](../../results/{tier}/ablate/threshold.png)
+
+{ablation_table(found["threshold"])}
+
+![PSNR against blocks](../../results/{tier}/ablate/blocks.png)
+
+{ablation_table(found["blocks"])}
+
+## Table 6: kinds of weights
+
+{ablation_table(found["variants"], printed("ablation_variants"))}
+
+{CAUTION if tier == "smoke" else ""}Small models pretrained on a share of the pictures; parameters without the position embedding. PSNR of completed held-out
+pictures; mIoU of the best epoch on few-shot faces. The width at each number of blocks is solved for equal parameters. Hard thresholding is
+read in four ways: weights adaptive or static, 32 of 56 frequencies per axis or 35 % of the coefficients; the paper prints one row for it.
+"""
+
+# %% ../nbs/90_report.ipynb #f12f9bb4
 def costs_part(
     tier: str,  # smoke | small | paper
     complexity: dict,  # Of the stage complexity
@@ -404,6 +431,14 @@ digit, under the convention named. A number that is not reproduced stands with w
 ![Time against tokens](../../results/{tier}/speed/speed.png)
 """
 
+# %% ../nbs/90_report.ipynb #a6eb56e7
+def in_order(
+    found: dict[str, dict],  # Value -> scores; records sort their keys as text
+) -> dict[str, dict]:  # Numbers by size, before names
+    "Sort the values of a knob."
+    size = lambda name: (0, float(name)) if name.replace(".", "", 1).isdigit() else (1, 0.0)
+    return dict(sorted(found.items(), key=lambda item: (*size(item[0]), item[0])))
+
 
 def report_page(
     tier: str,  # smoke | small | paper
@@ -413,6 +448,11 @@ def report_page(
     run = records["inpaint"][1]
     parts = [inpaint_part(tier, *records["inpaint"]), fewshot_part(tier, records["fewshot"][0])]
     parts += [segment_part(tier, records["segment"][0]), classify_part(tier, records["classify"][0])]
+    parts += [
+        ablation_part(
+            tier, {knob: in_order(records[knob][0]["metrics"]) for knob in ("threshold", "blocks", "variants")}
+        )
+    ]
     parts += [costs_part(tier, records["complexity"][0], records["speed"])]
     return f"""# Report: {tier}
 
@@ -420,7 +460,7 @@ Made by the stage `report` from `results/{tier}/`; commit {run.get("commit", DAS
 
 {chr(10).join(parts)}
 Executed notebooks: [prepare](prepare.ipynb), [inpaint](inpaint), [fewshot](fewshot), [segment](segment), [classify](classify),
-[evaluate](evaluate.ipynb), [complexity](complexity.ipynb), [speed](speed.ipynb), [report](report.ipynb). Records: [results/{tier}](../../results/{tier}).
+[ablate](ablate), [evaluate](evaluate.ipynb), [complexity](complexity.ipynb), [speed](speed.ipynb), [report](report.ipynb). Records: [results/{tier}](../../results/{tier}).
 """
 
 # %% ../nbs/90_report.ipynb #092fbfcf
