@@ -285,7 +285,9 @@ def prepare_environment() -> None:
         os.environ[name] = str(own / folder)
     os.environ |= {"JUPYTER_PREFER_ENV_PATH": "1", "PYTHONHASHSEED": "0", "AFNO_ROOT": str(ROOT)}
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # threads that spin long while they wait slow a busy machine tenfold
+    os.environ.setdefault(
+        "GOMP_SPINCOUNT", "3000"
+    )  # threads that spin long while they wait slow a busy machine tenfold
     os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # a debugger's warning in every kernel
     os.environ.pop("MPLBACKEND", None)  # pictures belong into the notebook
 
