@@ -189,7 +189,7 @@ def test_few_pictures_beat_the_largest_class(seed, tmp_path):
             out = tmp_path / kind / start
             model = fewshot("afno", seed, kind, tmp_path / "sets", weights, out, tmp_path / "r" / kind / start, told)
             rows[kind, start] = score_table(model, train, val, out)
-        assert rows[kind, "pretrained"]["last"] > rows[kind, "pretrained"]["majority"] + 0.1
+        assert rows[kind, "pretrained"]["last"] > 2 * rows[kind, "pretrained"]["majority"]
     print(
         json.dumps(
             {" ".join(key): {n: round(v[n], 3) for n in ("best", "last", "majority")} for key, v in rows.items()}
