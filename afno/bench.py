@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from .complexity import count
-from .core import atomic_write, generator, seed_everything, write_record
+from .core import generator, seed_everything, write_record
+from .figures import look, save_figure, styled
 from .mixers import build_mixer
 from .models import segformer, vit
 from .report import markdown_table, number
@@ -174,6 +175,7 @@ def bench(
     }
 
 # %% ../nbs/84_bench.ipynb #601e52d3
+@styled
 def plot_speed(
     record: dict,  # From `bench`
     run: dict,  # The times of it
@@ -181,19 +183,17 @@ def plot_speed(
     "Draw time against tokens, both logarithmic, with quartiles."
     import matplotlib.pyplot as plt
 
-    fig, axes = plt.subplots(1, 2, figsize=(8.5, 3.5), layout="constrained", sharex=True, sharey=True)
+    fig, axes = plt.subplots(1, 2, figsize=(7, 3.2), layout="constrained", sharex=True, sharey=True)
     for ax, kind in zip(axes, ("forward", "forward+backward")):
         for mixer in dict.fromkeys(case["mixer"] for case in record["mixers"]):
             cases = [case for case in record["mixers"] if case["mixer"] == mixer and case["timed"]]
             found = [run["mixers"][f"{mixer}/{case['grid'][0]}"][kind] for case in cases]
             middle = [1e3 * x["median"] for x in found]
             spread = [[1e3 * (x["median"] - x["low"]) for x in found], [1e3 * (x["high"] - x["median"]) for x in found]]
-            ax.errorbar(
-                [case["tokens"] for case in cases], middle, spread, marker="o", markersize=3, capsize=2, label=mixer
-            )
+            ax.errorbar([case["tokens"] for case in cases], middle, spread, capsize=2, label=mixer, **look(mixer))
         ax.set(xscale="log", yscale="log", xlabel="tokens", title=kind)
     axes[0].set(ylabel="time of a batch, ms")
-    axes[1].legend(frameon=False, fontsize="small")
+    axes[1].legend()
     return fig
 
 # %% ../nbs/84_bench.ipynb #5f6aa16c
@@ -238,7 +238,6 @@ def save_speed(
 ) -> None:
     "Write the record, the times beside it, and the figure."
     if figure is not None:
-        with atomic_write(folder / "speed.png") as file:
-            figure.savefig(file, format="png", dpi=110, metadata={"Software": None})
+        save_figure(folder / "speed.png", figure)
     timed = {kind: sum(case["timed"] for case in record[kind]) for kind in ("mixers", "models")}
     write_record(folder / "speed.json", {"timed": timed}, run=run, **record, **context)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COLOURS', 'ClusterSettings', 'layer_tokens', 'patch_tokens', 'position_tokens', 'spectral_clusters', 'token_labels',
-           'overlaps', 'agreement', 'match_clusters', 'load_pictures', 'cluster_all', 'spread_of', 'Clustering',
-           'cluster_runs', 'show_clusters', 'cluster_table']
+           'overlaps', 'agreement', 'match_clusters', 'load_pictures', 'cluster_all', 'spread_of', 'beyond',
+           'Clustering', 'cluster_runs', 'show_clusters', 'cluster_table']
 
 # %% ../nbs/80_clusters.ipynb #4aa44245
 import dataclasses
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from .core import mix_seed, read_params
 from .evaluate import load_run
+from .figures import styled
 from .report import markdown_table
 from .sets import LabelledPictures
 from .tasks.base import normalise
@@ -191,6 +192,15 @@ def spread_of(
         for name, v in columns.items()
     }
 
+
+def beyond(
+    scores: list[dict[str, float]],  # One dictionary a picture
+    reference: list[dict[str, float]],  # Of the same pictures
+) -> dict[str, dict[str, float]]:  # Measure -> mean and standard error of the difference over pictures
+    "Compare two groupings picture by picture: what pictures have in common cancels."
+    found = spread_of([{name: one[name] - other[name] for name in one} for one, other in zip(scores, reference)])
+    return {name: {"mean": v["mean"], "se": v["sd"] / len(scores) ** 0.5} for name, v in found.items()}
+
 # %% ../nbs/80_clusters.ipynb #876de050
 @dataclasses.dataclass
 class Clustering:
@@ -229,9 +239,9 @@ def cluster_runs(
             (pictures[i], token_labels(labels, grid)[i], {k: m[i] for k, m in maps.items()})
             for i in range(len(pictures))
         ][: settings.shown]
-    metrics = {name: spread_of(values) for name, values in every.items()}
     record = {
-        "metrics": metrics,
+        "metrics": {name: spread_of(values) for name, values in every.items()},
+        "beyond_patches": {name: beyond(values, every["input"]) for name, values in every.items() if name != "input"},
         "pictures": len(every["input"]),
         "settings": dataclasses.asdict(settings),
         "run_seed": run_seed,
@@ -246,6 +256,7 @@ def cluster_runs(
 COLOURS = ["#4477aa", "#ee6677", "#ccbb44", "#228833", "#66ccee", "#aa3377", "#bbbbbb", "#000000"]
 
 
+@styled
 def show_clusters(
     found: Clustering,  # From `cluster_runs`
     mixers: Sequence[str],  # Columns
@@ -284,13 +295,18 @@ def show_clusters(
 def cluster_table(
     record: dict,  # From `cluster_runs`
 ) -> str:  # A Markdown table
-    "Write one row a mixer and layer, mean ± sd over pictures."
+    "Write one row a mixer and layer: mean ± sd over pictures; and beyond the patches' own clusters, ± standard error."
     heads = {
         "parts_ari": "parts, ARI",
         "parts_miou": "parts, best-match mIoU",
         "object_ari": "object, ARI",
         "object_miou": "object, best-match mIoU",
     }
+
+    def gain(name: str) -> str:
+        one = record["beyond_patches"].get(name, {}).get("object_ari")
+        return "—" if one is None else f"{one['mean']:+.3f} ± {one['se']:.3f}"
+
     names = sorted(
         record["metrics"], key=lambda name: ("/" in name, name.split("/")[0], int(name.partition("/")[2] or 0))
     )
@@ -301,6 +317,7 @@ def cluster_table(
                 head: f"{record['metrics'][name][key]['mean']:.3f} ± {record['metrics'][name][key]['sd']:.3f}"
                 for key, head in heads.items()
             }
+            | {"object, ARI beyond patches": gain(name)}
             for name in names
         ]
     )

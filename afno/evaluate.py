@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from .complexity import count
 from .core import atomic_write, read_params, write_record
 from .data import SPLITS, load_masks, load_prepared
+from .figures import save_figure
 from .masks import upsample_mask
 from .models import segformer, vit
 from .sets import ClassItems, LabelledPictures, open_streets
@@ -141,8 +142,7 @@ def save_record(
 ) -> None:
     "Write a record and its figure."
     if figure_path is not None and figure is not None:
-        with atomic_write(figure_path) as file:
-            figure.savefig(file, format="png", dpi=110, metadata={"Software": None})
+        save_figure(figure_path, figure)
     write_record(path, record["metrics"], run=run, **context, **{k: v for k, v in record.items() if k != "metrics"})
 
 # %% ../nbs/75_evaluate.ipynb #f04e75f1

@@ -10,6 +10,7 @@ __all__ = ['Fill', 'ResolutionSettings', 'band_limited', 'rescale', 'layer_error
 # %% ../nbs/82_resolution.ipynb #13c6aaa5
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from .core import generator, load_params
 from .data import PrepareSettings, crop_embedded, draw_masks, list_pictures, read_square
 from .evaluate import load_run, summary
+from .figures import look, styled
 from .masks import upsample_mask
 from .metrics import complete
 from .mixers.afno import AFNO2D
@@ -99,6 +101,7 @@ def layer_errors(
     return errors
 
 # %% ../nbs/82_resolution.ipynb #fcb5499b
+@styled
 def show_layer_errors(
     grids: Sequence[int],  # Tokens along each side
     errors: dict[str, list[float]],  # From `layer_errors`
@@ -106,16 +109,20 @@ def show_layer_errors(
     "Draw the distance from the output on the first grid."
     import matplotlib.pyplot as plt
 
-    figure, ax = plt.subplots(figsize=(5.2, 3), layout="constrained")
+    figure, ax = plt.subplots(figsize=(3.6, 2.8), layout="constrained")
+    drawn = itertools.cycle(
+        {"marker": m, "linestyle": s, "markersize": z}
+        for m, s, z in (("o", "-", 8), ("s", "--", 5), ("^", ":", 4), ("v", "-", 4))
+    )
     for name, values in errors.items():
-        ax.semilogy(grids[1:], values[1:], marker="o", markersize=4, label=name)
+        ax.semilogy(grids[1:], values[1:], label=name, **next(drawn))
     ax.set(
         xlabel="tokens along each side",
         ylabel=f"relative distance from {grids[0]}x{grids[0]}",
         xticks=grids[1:],
         ylim=(1e-17, 1e2),
     )
-    ax.legend(frameon=False, fontsize=7)
+    figure.legend(loc="outside upper center", ncols=2, fontsize=7)
     return figure
 
 # %% ../nbs/82_resolution.ipynb #6c2cc355
@@ -213,25 +220,29 @@ def load_models(
     return {mixer: load_run(mixer, runs / f"{mixer}-{run_seed}" / "model.pt", params).to(device) for mixer in mixers}
 
 # %% ../nbs/82_resolution.ipynb #8ca2a783
+@styled
 def show_sizes(
     record: dict,  # From `measure_sizes`
 ):  # A matplotlib figure
     "Draw PSNR and SSIM of the completed pictures against picture size."
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.4), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(7, 3.4), layout="constrained")
     for ax, (key, label) in zip(axes, {"psnr_dB": "PSNR, dB", "ssim": "SSIM"}.items()):
         for name, sizes in record["metrics"].items():
             points = sorted((int(size), one[key]) for size, one in sizes.items())
-            ax.plot(*zip(*points), marker="o", markersize=3, label=name, linestyle="--" if name == "mean" else "-")
+            line = "--" if name == "mean" else (0, (1, 0.6 * name.count(","))) if "," in name else "-"
+            ax.plot(*zip(*points), label=name, **look(name), linestyle=line)
         ax.axvline(record["trained_size"], color="0.7", linewidth=1)
         ax.set(xlabel="picture size, pixels (grey line: training)", ylabel=label, xscale="log")
         ax.set_xticks(record["settings"]["sizes"], map(str, record["settings"]["sizes"]), minor=False)
         ax.minorticks_off()
-    axes[1].legend(frameon=False, fontsize=6.5, loc="center left", bbox_to_anchor=(1, 0.5))
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=4, fontsize=7)
     return figure
 
 
+@styled
 def show_pictures(
     models: dict[str, nn.Module],  # Mixer -> trained model
     prep: PrepareSettings,  # What they were trained on

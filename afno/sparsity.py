@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .core import read_params, seed_everything
 from .evaluate import held_out, load_run
+from .figures import styled
 from .mixers.afno import AFNO2D, SoftShrink
 from .report import markdown_table
 from .spectral import Modes
@@ -140,6 +141,7 @@ def spectra(
                 handle.remove()
 
 # %% ../nbs/81_sparsity.ipynb #a34c1d03
+@styled
 def show_spectra(
     systems: dict[str, Sequence[LayerSpectrum]],  # Title -> layers
 ):  # A matplotlib figure
@@ -171,6 +173,7 @@ def show_spectra(
     return figure
 
 # %% ../nbs/81_sparsity.ipynb #f32bc115
+@styled
 def show_radius(
     systems: dict[str, Sequence[LayerSpectrum]],  # Title -> layers
 ):  # A matplotlib figure
@@ -186,7 +189,7 @@ def show_radius(
             ax.plot(*zip(*points), marker="o", markersize=3, label=f"layer {i}")
         ax.set(title=title, xlabel="|k|, cycles a picture", ylim=(-0.03, 1.03))
     axes[0, 0].set_ylabel("share of zeros")
-    axes[0, -1].legend(frameon=False, fontsize="small")
+    axes[0, -1].legend()
     return figure
 
 # %% ../nbs/81_sparsity.ipynb #9ed3f1fd

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..core import generator, load_params, seed_everything
 from ..data import load_prepared
+from ..figures import styled
 from ..masks import Border, random_walk_mask, upsample_mask
 from ..metrics import complete, psnr, ssim
 from .base import MixerSettings, build_model, denormalise, normalise, scale_rate, zero_share
@@ -172,6 +173,7 @@ def measure(
     return {name: torch.cat(values).cpu().double().numpy() for name, values in rows.items()}
 
 # %% ../../nbs/50_tasks.inpaint.ipynb #e842e3b2
+@styled
 def show_completions(
     fills: dict[str, Callable[[Tensor, Tensor], Tensor]],  # Title -> (pictures, mask) -> predictions
     pictures: Tensor,  # (B, 3, h, w) in [0, 1]
