@@ -4,13 +4,17 @@
 
 # %% auto #0
 __all__ = ['MEAN', 'STD', 'Settings', 'IGNORED', 'normalise', 'denormalise', 'MixerSettings', 'build_model', 'scale_rate',
-           'load_backbone', 'pixel_cross_entropy', 'confusion', 'zero_share', 'read_log', 'tail', 'record_run']
+           'load_backbone', 'pixel_cross_entropy', 'segment_loss', 'confusion', 'zero_share', 'read_log', 'tail',
+           'record_run', 'show_losses', 'mixer_sources', 'once', 'publish']
 
 # %% ../../nbs/49_tasks.base.ipynb #bbda4587
 import dataclasses
 import hashlib
+import json
+import shutil
+import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,11 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core import atomic_write, load_params, write_record
+from ..core import atomic_write, load_params, save_json, write_record
+from ..figures import look, styled
 from ..metrics import ConfusionMatrix
+from ..mixers import MIXERS
 from ..mixers.afno import record_zeros
 from ..models import vit
-from ..train import TrainSettings
+from ..train import TrainSettings, source_fingerprint
 
 # %% ../../nbs/49_tasks.base.ipynb #513f628a
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's red, green and blue, as customary
@@ -119,6 +125,16 @@ def pixel_cross_entropy(
     return (losses.flatten(1).sum(1) / counted).mean()
 
 
+def segment_loss(
+    model: nn.Module,  # (B, 3, h, w) normalised -> logits (B, classes, h, w)
+    batch: tuple[Tensor, Tensor],  # Pictures uint8 (B, 3, h, w), labels (B, h, w)
+    step,  # Draws nothing
+) -> Tensor:  # Scalar
+    "Compute the cross entropy per pixel (A.4); pixels labelled 255 do not count."
+    pictures, labels = batch
+    return pixel_cross_entropy(model(normalise(pictures.float() / 255)), labels)
+
+
 @torch.no_grad()
 def confusion(
     model: nn.Module,  # (B, 3, h, w) normalised -> logits (B, classes, h, w)
@@ -183,3 +199,62 @@ def record_run(
     found = (ends if isinstance(logs, dict) else ends[""]) | (metrics or {})
     write_record(results / f"{mixer}-{seed}.json", found, mixer=mixer, seed=seed, **context)
     return found
+
+# %% ../../nbs/49_tasks.base.ipynb #6e136e25
+@styled
+def show_losses(
+    logs: dict[str, Path],  # Run -> folder with its log
+    label: str,  # What the loss is, with its unit
+):  # A matplotlib figure
+    "Draw the loss of every run against the step."
+    import matplotlib.pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(4.2, 2.6), layout="constrained")
+    for name, folder in logs.items():
+        log = read_log(folder)
+        ax.plot(log["step"], log["loss"], label=name, color=look(name)["color"])
+    ax.set(xlabel="step", ylabel=label)
+    ax.legend()
+    return figure
+
+# %% ../../nbs/49_tasks.base.ipynb #0ff2c890
+def mixer_sources(
+    mixer: str,  # A name of `MIXERS`
+) -> str:  # Sixteen hexadecimal digits
+    "Hash the package's sources without those mixers that this one does not import."
+    mixers, needed = {m.__module__ for m in MIXERS.values()}, {MIXERS[mixer].__module__}
+    while True:
+        more = {getattr(value, "__module__", None) for name in needed for value in vars(sys.modules[name]).values()}
+        if not (more & mixers) - needed:
+            return source_fingerprint(mixers - needed)
+        needed |= more & mixers
+
+
+def once(
+    folder: Path,  # Of one training, below `work/resume`
+    fingerprint: dict,  # What decides the outcome
+    train: Callable[[], object],  # Leaves `model.pt` and `log.csv` in the folder
+) -> bool:  # Whether it was trained now
+    "Train unless this very training is complete."
+    told = hashlib.sha256(json.dumps(fingerprint, sort_keys=True, default=str).encode()).hexdigest()
+    done = folder / "done.json"
+    if done.exists() and json.loads(done.read_text()) == {"fingerprint": told} and (folder / "model.pt").exists():
+        return False
+    done.unlink(missing_ok=True)
+    train()
+    save_json({"fingerprint": told}, done)
+    return True
+
+
+def publish(
+    keep: Path,  # Folder of a stage's trainings below `work/resume`
+    out: Path,  # Declared output
+    names: Sequence[str],  # Folders below `keep`, whatever lies deeper included
+) -> None:
+    "Copy weights and logs to the stage's output."
+    shutil.rmtree(out, ignore_errors=True)
+    for name in names:
+        for file in sorted(f for kind in ("model.pt", "log.csv") for f in (keep / name).rglob(kind)):
+            target = out / file.relative_to(keep)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from ..core import load_params, mix_seed, seed_everything
 from ..sets import ClassItems
-from .base import MEAN, STD, build_model, zero_share
+from .base import MEAN, STD, build_model, mixer_sources, once, zero_share
 from ..train import TrainSettings, fit
 
 # %% ../../nbs/52_tasks.classify.ipynb #dd4bf5ce
@@ -155,16 +155,33 @@ def classify(
     mixer: str,  # A name of `MIXERS`
     seed: int,  # Of weights, order and augmentation
     pictures: Path,  # Output folder of `prepare_classes`
-    out: Path,  # Where weights and log go
-    resume: Path,  # Where an interrupted run keeps its state
+    keep: Path,  # Where weights, log and the state of an interrupted run lie
     params: Path | str | None = None,  # Parameter file; `params.yaml` if None
 ) -> nn.Module:  # The trained model
-    "Train one mixer's classifier (Table 5)."
+    "Train one mixer's classifier (Table 5), or load it if this very training is complete."
     task, augment = load_params("classify", ClassifySettings, params), load_params("augment", Augment, params)
     size = load_params("class_pictures.image_size", None, params)
     seed_everything(seed, "classify")
     model = build_classifier(mixer, pictures, params)
-    train_classifier(model, pictures, size, augment, task, out, resume, seed, {"mixer": mixer}, mixer)
+    told = {
+        "mixer": mixer,
+        "own": load_params(f"mixers.{mixer}", None, params),
+        "seed": seed,
+        "sources": mixer_sources(mixer),
+    }
+    told |= {
+        "task": dataclasses.asdict(task),
+        "augment": dataclasses.asdict(augment),
+        "pictures": (pictures / "summary.json").read_text(),
+    }
+    once(
+        keep,
+        told,
+        lambda: train_classifier(
+            model, pictures, size, augment, task, keep, keep, seed, {"mixer": mixer}, f"{mixer}-{seed}"
+        ),
+    )
+    model.load_state_dict(torch.load(keep / "model.pt", map_location="cpu", weights_only=True))
     return model
 
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SegmentSettings', 'settings_of', 'build_segformer', 'window_starts', 'slide', 'scene_matrix', 'scene_scores',
-           'crop_loss', 'pretrain_segformer', 'segment', 'run_name', 'show_scenes']
+           'pretrain_segformer', 'segment', 'run_name', 'show_scenes']
 
 # %% ../../nbs/53_tasks.segment.ipynb #0ebf371a
 import dataclasses
@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from ..core import check_settings, load_params, seed_everything
+from ..figures import styled
 from ..metrics import ConfusionMatrix, classes_counted, miou, per_class_iou
 from ..models import segformer
 from ..sets import ClassItems, StreetCrops, open_streets
 from ..shapes import colour_labels
 from ..streets import CITYSCAPES_CLASSES, STREET_COLOURS
-from .base import load_backbone, normalise, pixel_cross_entropy
+from .base import load_backbone, normalise, segment_loss
 from .classify import Augment, train_classifier, val_transform
 from ..train import TrainSettings, fit
 
@@ -145,16 +146,6 @@ def scene_scores(
     return {"miou": miou(matrix), "classes": classes_counted(matrix), "per_class": each}
 
 # %% ../../nbs/53_tasks.segment.ipynb #765629c3
-def crop_loss(
-    model: nn.Module,  # (B, 3, h, w) normalised -> logits (B, 19, h, w)
-    batch: tuple[Tensor, Tensor],  # Crops uint8 (B, 3, h, w), train ids (B, h, w)
-    step,  # Draws nothing
-) -> Tensor:  # Scalar
-    "Compute the cross entropy per pixel; pixels labelled 255 do not count."
-    pictures, labels = batch
-    return pixel_cross_entropy(model(normalise(pictures.float() / 255)), labels)
-
-
 def pretrain_segformer(
     mixer: str,  # A name of `MIXERS`
     seed: int,  # Of weights, order and augmentation
@@ -200,7 +191,7 @@ def segment(
         "mirror": told.mirror,
         **sources,
     }
-    fit(model, crop_loss, crops, train, out, resume, seed, {}, fingerprint, run_name(mixer, share))
+    fit(model, segment_loss, crops, train, out, resume, seed, {}, fingerprint, run_name(mixer, share))
     return model
 
 
@@ -212,6 +203,7 @@ def run_name(
     return f"{mixer}-{round(100 * share)}" if mixer == "afno" else mixer
 
 # %% ../../nbs/53_tasks.segment.ipynb #cb4f6922
+@styled
 def show_scenes(
     models: dict[str, nn.Module],  # Title -> model
     streets,  # From `open_streets`
