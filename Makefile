@@ -35,8 +35,8 @@ repro: setup data  ## run the paper; TIER=smoke|small|paper chooses the size (wi
 	mkdir -p "results/$$tier"; cp params.yaml dvc.lock "results/$$tier/"; \
 	echo "done: results/$$tier and reports/$$tier"
 
-plan: setup  ## show what TIER would run, cost and need, without running it
-	@$(PYTHON) tools/plan.py $(if $(TIER),--tier $(TIER))
+plan: setup  ## show what TIER would run, cost and need, without running it (MEASURE=5: from timed steps)
+	@$(PYTHON) tools/plan.py $(if $(TIER),--tier $(TIER)) $(if $(MEASURE),--measure $(MEASURE))
 
 test: setup data  ## the quick suite: every library notebook once, pytest, and whether nbs/ and afno/ agree
 	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(WORKERS) -m "not slow"; tests=$$?; \

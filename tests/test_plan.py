@@ -5,29 +5,46 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch import nn
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
-from plan import data_of, days, main, plan, runs_of  # noqa: E402
+from plan import Training, data_of, estimated, known, main, measured, plan, rows_of  # noqa: E402
 
 SMOKE = ROOT / "params/smoke.yaml"
 
 
-def test_smoke_lists_every_run_and_needs_no_data():
+def test_smoke_lists_every_training_and_needs_no_data():
     params = yaml.safe_load(SMOKE.read_text())
-    rows = runs_of(params, SMOKE)
-    grid = params["grid"]
+    rows, grid = rows_of(params, SMOKE, 100.0), params["grid"]
+    found = {(row["stage"], row["label"]): row["runs"] for row in rows}
     expected = [(task, mixer) for task in ("inpaint", "fewshot", "classify") for mixer in grid[task]["mixer"]]
     expected += [(f"segment.{part}", x) for x in grid["segment"]["mixer"] for part in ("pretrain", "finetune")]
-    assert [(row["stage"], row["mixer"]) for row in rows] == expected
+    expected += [("ablate.pretrain", knob) for knob in grid["ablate"]["knob"]]
+    assert set(expected) <= set(found) and found["ablate.pretrain", "blocks"] == len(params["ablate"]["blocks"])
+    assert sum(runs for (stage, _), runs in found.items() if stage == "scale.finetune") == 18
     assert data_of(params) == {}
     text = plan(SMOKE, 100.0)
     assert "data: all of it is in the repository" in text and text.count("\n") > len(rows)
 
 
+def toy(**changes):
+    told = {"stage": "toy", "label": "x", "seeds": 2, "seen": 1000, "batch": 4, "precision": "no", "size": (8, 8)}
+    return Training(**(told | {"build": lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 5))} | changes))
+
+
 def test_days_are_those_of_three_forward_passes():
-    row = {"runs": 2, "seen": 1000, "macs": 10**12}
-    assert days(row, 100.0) == pytest.approx(2 * 1000 * 6e12 / 1e14 / 86400)
+    assert estimated(toy(), 10**12, 100.0) == pytest.approx(2 * 1000 * 6e12 / 1e14 / 86400)
+
+
+def test_measured_days_grow_with_the_pictures():
+    short, long = (measured(toy(seen=seen), 20) for seen in (1000, 100_000))
+    assert 0 < 10 * short < long < 1
+
+
+def test_folders_with_a_known_number_of_pictures():
+    assert [known({"folder": name, "train": None}) for name in ("imagenette", None)] == [9469, 1281167]
+    assert known({"folder": "imagenette", "train": 7}) == 7
 
 
 def test_paper_says_which_data_are_missing(monkeypatch, tmp_path):
