@@ -60,7 +60,8 @@ def styled(
         import matplotlib.pyplot as plt
         from cycler import cycler
 
-        with plt.rc_context(STYLE | {"axes.prop_cycle": cycler(color=OKABE_ITO)}):
+        settings: Any = STYLE | {"axes.prop_cycle": cycler(color=OKABE_ITO)}
+        with plt.rc_context(settings):
             return draw(*args, **kwargs)
 
     return drawn

@@ -1,5 +1,7 @@
 """Ablations: equal parameters, what a knob lists, finished values are kept."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,11 +14,10 @@ from afno.tasks.ablate import (
     build,
     cases,
     load_ablate,
-    once,
     parameters,
-    publish,
     solve_width,
 )
+from afno.tasks.base import mixer_sources, once, publish
 from afno.tasks.fewshot import FewshotSettings
 from afno.train import TrainSettings
 
@@ -85,3 +86,13 @@ def test_finished_values_are_kept(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         once(folder, {"lr": 3}, lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
     assert once(folder, {"lr": 3}, train)
+
+
+def test_editing_one_mixer_trains_no_other_again(monkeypatch):
+    before = {mixer: mixer_sources(mixer) for mixer in ("afno", "attention", "fno", "gfn", "longshort")}
+    edited = {"mixers/gfn.py": {"gfn"}, "mixers/afno.py": {"afno", "fno"}, "spectral.py": set(before)}
+    for name, again in edited.items():
+        read = Path.read_bytes
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", lambda path: read(path) + path.as_posix().endswith(f"afno/{name}") * b"#")
+            assert {mixer for mixer in before if mixer_sources(mixer) != before[mixer]} == again

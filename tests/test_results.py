@@ -42,21 +42,65 @@ def test_classes_beat_chance(mixer):
         assert seed["top1"] > 200 / record["classes"] and seed["top5"] > seed["top1"]
 
 
-def test_report_has_every_row_and_no_dash_of_ours_but_where_the_paper_has_none():
-    page = (ROOT / "reports/smoke/report.md").read_text()
-    tables = dict(zip((2, 3, 4, 5), re.split(r"^## Table \d", page, flags=re.M)[1:]))
-    for number, names in {2: MIXER_NAMES, 3: MIXER_NAMES, 4: SYSTEM_NAMES, 5: MIXER_NAMES}.items():
-        lines = [line for line in tables[number].splitlines() if line.startswith("| ")]
-        head = lines[0].split(" | ")
-        for name, _ in names.values():
-            rows = [line.split(" | ") for line in lines if f"| {name} |" in line]
-            assert rows, (number, name)
-            for row in rows[: 1 if number != 3 else None]:
-                allowed = {"mIoU (%)", "paper", "difference"} if (number, name) == (4, "SA") else set()
-                allowed |= (
-                    {"top-1, paper", "difference", "top-5, paper", "parameters, paper", "GFLOPs, paper"}
-                    if (number, name) == (5, "Self-Attention")
-                    else set()
-                )
-                dashes = {h.strip("| ") for h, cell in zip(head, row) if cell.strip("| ") == "—"}
-                assert dashes <= allowed, (number, name, dashes)
+REPORTS = ROOT / "reports/smoke"
+PAGE = (REPORTS / "report.md").read_text()
+
+
+def rows_beside_the_paper(title: str) -> list[dict[str, str]]:
+    "Read the first table below a heading."
+    lines = re.search(rf"^## {title}.*?\n(\|.*?)\n\n", PAGE, re.M | re.S)[1].splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    return [dict(zip(cells[0], row)) for row in cells[2:]]
+
+
+@pytest.mark.parametrize(
+    ("title", "systems", "measures"),
+    [
+        ("Table 2", MIXER_NAMES, 2),
+        ("Table 3", MIXER_NAMES, 3),
+        ("Table 4", SYSTEM_NAMES, 1),
+        ("Table 5", MIXER_NAMES, 2),
+    ],
+)
+def test_every_row_of_a_table_stands_beside_the_paper(title, systems, measures):
+    rows = rows_beside_the_paper(title)
+    assert sorted(row["system"] for row in rows) == sorted([name for name, _ in systems.values()] * measures)
+    for row in rows:
+        untrained = (title, row["system"]) == ("Table 4", "SA")  # the paper could not train it either
+        unprinted = untrained or (title, row["system"]) == ("Table 5", "Self-Attention")
+        assert (row["ours (mean ± sd, n)"] == "—") == untrained and (row["paper"] == "—") == unprinted
+        assert (row["difference"] == "—") == unprinted and row["tier"] == "smoke" and row["hardware"] not in ("", "—")
+
+
+def test_ablations_stand_beside_the_paper():
+    assert [row["paper"] for row in rows_beside_the_paper("Figure 3")] == ["0.01", "0.01", "8"]
+    rows = rows_beside_the_paper("Table 6")
+    assert len(rows) == 14 and {row["paper"] for row in rows} >= {"24.8", "25.1", "23.58", "25.69", "39.27", "49.49"}
+    assert "—" not in {row["ours (mean ± sd, n)"] for row in rows}
+
+
+def test_every_point_of_the_scale_figure_was_trained():
+    found = json.loads((ROOT / "results/smoke/scale/scale.json").read_text())["metrics"]
+    named = {f"segformer-b{i}/{m}" for i in range(4) for m in ("afno", "gfn", "efficient_attention")}
+    assert named | {"swin_t", "swin_s", "swin_b", "resnet50", "resnet101", "mobilenet_v2"} == set(found)
+
+
+def test_every_stage_ran_and_every_figure_is_there():
+    assert "Every stage ran." in PAGE
+    figures = re.findall(r"\]\(([^)]*\.png)\)", PAGE)
+    assert len(figures) >= 13 and len(set(figures)) == len(figures)
+    assert all((REPORTS / name).exists() for name in figures)
+    page = (REPORTS / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == len(figures) and not re.findall(r'src="(?!data:)', page)
+
+
+def test_every_link_of_the_report_leads_somewhere():
+    assert all((REPORTS / name).exists() for name in re.findall(r"\]\(([^)]*)\)", PAGE))
+
+
+def test_metrics_are_the_numbers_of_the_report():
+    numbers = json.loads((ROOT / "results/smoke/report/tables.json").read_text())
+    for row in rows_beside_the_paper("Table 2"):
+        mixer = next(m for m, (name, _) in MIXER_NAMES.items() if name == row["system"])
+        ours = numbers["table2"][mixer]["ssim" if row["measure"] == "SSIM" else "psnr_dB"]
+        assert float(row["ours (mean ± sd, n)"].split()[0]) == pytest.approx(ours, abs=0.006)

@@ -219,12 +219,12 @@ def show_losses(
 
 # %% ../../nbs/49_tasks.base.ipynb #0ff2c890
 def mixer_sources(
-    mixer: str,  # A name of `MIXERS`
+    mixer: str | None,  # A name of `MIXERS`; None: a model without one
 ) -> str:  # Sixteen hexadecimal digits
     "Hash the package's sources without those mixers that this one does not import."
-    mixers, needed = {m.__module__ for m in MIXERS.values()}, {MIXERS[mixer].__module__}
+    mixers, needed = {m.__module__ for m in MIXERS.values()}, {MIXERS[mixer].__module__} if mixer else set()
     while True:
-        more = {getattr(value, "__module__", None) for name in needed for value in vars(sys.modules[name]).values()}
+        more = {str(getattr(value, "__module__", "")) for name in needed for value in vars(sys.modules[name]).values()}
         if not (more & mixers) - needed:
             return source_fingerprint(mixers - needed)
         needed |= more & mixers

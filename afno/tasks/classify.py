@@ -150,7 +150,7 @@ def train_classifier(
     told = fingerprint | {"augment": dataclasses.asdict(augment), "pictures": (pictures / "summary.json").read_text()}
     fit(model, class_loss(len(items.classes), augment), items, settings, out, resume, seed, probes, told, name)
 
-
+# %% ../../nbs/52_tasks.classify.ipynb #d7bf5699
 def classify(
     mixer: str,  # A name of `MIXERS`
     seed: int,  # Of weights, order and augmentation
