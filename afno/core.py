@@ -178,11 +178,13 @@ def save_json(
 
 # %% ../nbs/00_core.ipynb #bc8135d9
 def commit() -> str:  # Abbreviated hash, "+" if tracked files differ from it; "unknown" outside git
-    "Name the commit that the code is at."
+    "Name the commit that the code is at; the environment variable AFNO_COMMIT, if set, names it for copies without their git."
 
     def git(*args):
         return subprocess.run(["git", *args], capture_output=True, text=True, cwd=root()).stdout.strip()
 
+    if told := os.environ.get("AFNO_COMMIT"):
+        return told
     try:
         name, dirty = git("rev-parse", "--short=12", "HEAD"), git("status", "--porcelain", "-uno", "--", "afno", "nbs")
     except OSError:
