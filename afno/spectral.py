@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ROUTES', 'CROSSOVER', 'Modes', 'row_indices', 'low_pass', 'keep_modes', 'dft_matrix', 'self_conjugate',
-           'choose_route', 'rfft2', 'irfft2', 'rfft', 'irfft', 'block_linear', 'soft_shrink', 'spectral_dtype',
-           'no_autocast', 'transform_macs']
+           'choose_route', 'rfft2', 'irfft2', 'rfft', 'irfft', 'block_linear', 'block_mlp', 'soft_shrink',
+           'spectral_dtype', 'no_autocast', 'transform_macs']
 
 # %% ../nbs/01_spectral.ipynb #7292c704
 import contextlib
@@ -313,6 +313,28 @@ def block_linear(
         out = out + bias[:, None, None]
     return out.flatten(-2)
 
+# %% ../nbs/01_spectral.ipynb #40bccfe5
+def _real_matrix(weight: Tensor) -> Tensor:
+    "Write K complex matrices (2, K, c, d) as real ones (K, 2c, 2d)."
+    re, im = weight
+    return torch.cat([torch.cat([re, im], -1), torch.cat([-im, re], -1)], -2)
+
+
+def block_mlp(
+    z: Tensor,  # Spectrum (B, 2, R, M, C)
+    w1: Tensor,  # (2, K, C/K, D/K)
+    b1: Tensor,  # (2, K, D/K)
+    w2: Tensor,  # (2, K, D/K, C/K)
+    b2: Tensor,  # (2, K, C/K)
+) -> Tensor:  # Spectrum (B, 2, R, M, C)
+    "Apply the two layers of the block MLP, ReLU on real and imaginary parts between them (section 4)."
+    B, _, R, M, C = z.shape
+    K = w1.shape[1]
+    y = z.unflatten(-1, (K, C // K)).permute(4, 0, 2, 3, 1, 5).reshape(K, B * R * M, 2 * (C // K))
+    y = F.relu(torch.baddbmm(b1.transpose(0, 1).reshape(K, 1, -1), y, _real_matrix(w1)))
+    y = torch.baddbmm(b2.transpose(0, 1).reshape(K, 1, -1), y, _real_matrix(w2))
+    return y.view(K, B, R, M, 2, C // K).permute(1, 4, 2, 3, 0, 5).reshape(B, 2, R, M, C)
+
 # %% ../nbs/01_spectral.ipynb #a39f4c9d
 def soft_shrink(
     z: Tensor,  # Spectrum (B, 2, R, M, C)
@@ -327,10 +349,17 @@ def soft_shrink(
 
 # %% ../nbs/01_spectral.ipynb #6872e830
 def spectral_dtype(
-    x: Tensor,  # Tokens
-) -> torch.dtype:  # float64 for float64, else float32
-    "Choose the precision of the spectral part."
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    x: Tensor,  # Tokens (B, H, W, C)
+    route: str = "auto",  # "auto" | "fft" | "matmul", as for the transforms
+) -> torch.dtype:  # float64 for float64; half for half on a GPU by matrix products; else float32
+    "Choose the precision of the spectral part: a GPU's matrix units take half precision and sum in float32, libraries' FFTs do not."
+    if x.dtype == torch.float64:
+        return torch.float64
+    if x.is_cuda and choose_route(route, (x.shape[1], x.shape[2]), x.device) == "matmul":
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+        if dtype in (torch.bfloat16, torch.float16):
+            return dtype
+    return torch.float32
 
 
 def no_autocast(

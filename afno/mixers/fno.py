@@ -69,7 +69,7 @@ class FNO2D(Mixer):
     def forward(self, x: Tensor) -> Tensor:
         _, H, W, _ = check_tokens(x, self.dim, "FNO2D")
         dtype, centred, (kept, rows) = (
-            spectral_dtype(x),
+            spectral_dtype(x, self.route),
             self.norm == "forward",
             shared_modes(self.stored, self.grid, (H, W)),
         )

@@ -66,7 +66,7 @@ class GlobalFilter(Mixer):
 
     def forward(self, x: Tensor) -> Tensor:
         _, H, W, _ = check_tokens(x, self.dim, "GlobalFilter")
-        dtype = spectral_dtype(x)
+        dtype = spectral_dtype(x, self.route)
         with no_autocast(x.device):
             f = resample_filter(self.complex_weight.to(dtype), self.grid, (H, W))  # (H, W//2+1, C, 2)
             z = rfft2(x.to(dtype), route=self.route)  # (B, 2, H, W//2+1, C)
