@@ -1,0 +1,209 @@
+"""Fused kernels against the plain route in float64: in Triton's interpreter at tiny sizes, on a GPU at real ones."""
+
+import os
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
+pytest.importorskip("triton")
+
+from afno.kernels import fused_mix, packed, refusal  # noqa: E402
+from afno.kernels.layer import _PLANS  # noqa: E402
+from afno.kernels.mix import Plan, pieces  # noqa: E402
+from afno.kernels.transforms import INTERPRET  # noqa: E402
+from afno.mixers import AFNO2D  # noqa: E402
+from afno.spectral import block_linear, irfft2, keep_modes, rfft2, soft_shrink  # noqa: E402
+
+interpreted = pytest.mark.skipif(not INTERPRET, reason="kernels are compiled for the GPU here")
+on_gpu = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+
+
+def values(B, H, W, C, K, expansion=1, scale=0.3, device="cpu", dtype=torch.float32, seed=0):
+    "Draw tokens, parameters and a gradient."
+    g, c = torch.Generator().manual_seed(seed), C // K
+    d = c * expansion
+    sizes = (B, H, W, C), (2, K, c, d), (2, K, d), (2, K, d, c), (2, K, c), (B, H, W, C)
+    x, *weights, out = (torch.randn(*size, generator=g).to(device) for size in sizes)
+    return x.to(dtype), [scale * w for w in weights], out.to(dtype)
+
+
+def plain_mix(x, w1, b1, w2, b2, kept, norm="ortho", centred=False, lam=0.01, kind="parts", add=True):
+    "Mix by matrix products, one equation a line."
+    z = rfft2(x, kept, norm, centred, "matmul")
+    z = soft_shrink(block_linear(torch.relu(block_linear(z, w1, b1)), w2, b2), lam, kind)
+    y = irfft2(z, (x.shape[1], x.shape[2]), kept, norm, centred, "matmul")
+    return y + x if add else y
+
+
+def compare(x, weights, out, kept, *settings):
+    "Relative errors of the output and of every gradient, against the plain route in float64."
+    given = [t.detach().requires_grad_() for t in (x, *weights)]
+    y = fused_mix(*given, kept, *settings)
+    assert y.dtype == x.dtype and y.shape == x.shape
+    exact = [t.detach().double().requires_grad_() for t in given]
+    expected = plain_mix(*exact, kept, *settings)
+    found = [y, *torch.autograd.grad(y, given, out)]
+    right = [expected, *torch.autograd.grad(expected, exact, out.double())]
+    assert all(a.dtype == b.dtype for a, b in zip(found[1:], given))
+    return [((a.double() - b).norm() / b.norm().clamp_min(1e-30)).item() for a, b in zip(found, right)]
+
+
+CASES = {
+    "odd": ((2, 5, 7, 8, 2), None, ()),
+    "even": ((1, 8, 6, 24, 1), None, ()),
+    "several images at a time": ((3, 4, 4, 8, 2), None, ()),
+    "one token": ((1, 1, 1, 8, 2), None, ()),
+    "one row": ((2, 1, 6, 8, 1), None, ()),
+    "one column": ((1, 6, 1, 8, 1), None, ()),
+    "two columns": ((1, 3, 2, 4, 1), None, ()),
+    "few modes": ((1, 8, 10, 8, 2), (5, 3), ()),
+    "centred": ((2, 9, 12, 8, 2), (5, 4), ("forward", True)),
+    "magnitude": ((1, 6, 5, 10, 2), None, ("ortho", False, 0.05, "magnitude")),
+    "no threshold": ((1, 5, 6, 8, 2), None, ("ortho", False, 0.0)),
+    "no skip": ((1, 5, 6, 8, 2), None, ("ortho", False, 0.01, "parts", False)),
+    "width 5": ((1, 4, 6, 5, 1), None, ()),
+    "blocks of 20": ((1, 4, 6, 40, 2), None, ()),
+    "tall": ((1, 18, 3, 4, 1), None, ()),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("steps", [False, True], ids=["one pass", "in steps"])
+def test_output_and_every_gradient(case, steps, monkeypatch):
+    sizes, modes, settings = CASES[case]
+    _PLANS.clear()
+    if steps:
+        made = Plan.__init__
+        monkeypatch.setattr(Plan, "__init__", lambda self, *a: (made(self, *a), setattr(self, "fused", False))[0])
+        monkeypatch.setattr("afno.kernels.mix.GROUP_BYTES", 1.0)  # one image at a time
+    x, weights, out = values(*sizes)
+    errors = compare(x, weights, out, keep_modes(sizes[1:3], modes), *settings)
+    _PLANS.clear()
+    assert max(errors) < 1e-5, errors
+
+
+@interpreted
+def test_hidden_layer_may_be_wider():
+    x, weights, out = values(1, 4, 5, 8, 2, expansion=3)
+    assert max(compare(x, weights, out, keep_modes((4, 5)))) < 1e-5
+
+
+@interpreted
+def test_tokens_need_not_be_contiguous():
+    x, weights, _ = values(2, 6, 4, 8, 2)
+    kept, turned = keep_modes((4, 6)), x.transpose(1, 2)
+    for view in (turned, x.flip(3).transpose(1, 2), x.permute(0, 3, 1, 2).contiguous().permute(0, 3, 2, 1)):
+        torch.testing.assert_close(
+            fused_mix(view, *weights, kept),
+            fused_mix(view.contiguous(), *weights, kept),
+            rtol=0,
+            atol=0,
+        )
+
+
+@interpreted
+def test_without_gradients_the_answer_is_the_same():
+    x, weights, _ = values(1, 5, 6, 8, 2)
+    kept = keep_modes((5, 6))
+    with torch.no_grad():
+        alone = fused_mix(x, *weights, kept)
+    assert torch.equal(alone, fused_mix(x.requires_grad_(), *weights, kept).detach())
+
+
+@interpreted
+def test_frozen_weights_and_checkpoints():
+    from torch.utils.checkpoint import checkpoint
+
+    x, weights, out = values(1, 5, 6, 8, 2)
+    kept = keep_modes((5, 6))
+    x.requires_grad_()
+
+    def layer(x):
+        return fused_mix(x, *weights, kept)
+
+    (plain,), (again,) = (
+        torch.autograd.grad(f(x), x, out) for f in (layer, lambda x: checkpoint(layer, x, use_reentrant=False))
+    )
+    assert torch.equal(plain, again)
+
+
+@interpreted
+def test_operator_passes_pytorchs_checks():
+    x, weights, _ = values(1, 3, 4, 8, 2)
+    kept = keep_modes((3, 4))
+    args = (x, *weights, list(kept.rows), kept.cols, "ortho", False, 0.01, "parts", True, True)
+    torch.library.opcheck(torch.ops.afno.mix.default, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_pieces_and_packed_rows():
+    assert pieces(90) == (64, 32) and pieces(56) == (64,) and pieces(1) == (16,)
+    for width in range(1, 12):
+        assert packed(width, width // 2 + 1) == width
+
+
+def test_what_is_not_served_says_why():
+    x = torch.zeros(1, 3, 4, 8)
+    assert "need a GPU" in refusal(x) and "on meta" in refusal(x.to("meta"))
+    if GPU:
+        assert "float32" in refusal(x.cuda()) and "no tokens" in refusal(x[:0].cuda())
+        assert refusal(x.cuda().bfloat16()) is None
+
+
+@on_gpu
+@pytest.mark.slow
+@pytest.mark.cuda
+def test_mixer_takes_the_kernels_under_autocast_and_gives_its_type_back():
+    settings = {"num_blocks": 4, "sparsity_threshold": 0.0, "skip": "none"}
+    layer, x = AFNO2D(96, **settings).cuda(), torch.randn(2, 14, 14, 96).cuda()
+    exact = AFNO2D(96, **settings, route="fft").cuda().double()
+    exact.load_state_dict(layer.state_dict())
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.float32
+    expected = exact(x.double())
+    assert ((y - expected).norm() / expected.norm()).item() < 1.5e-2
+
+
+@on_gpu
+@pytest.mark.slow
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "sizes, modes",
+    [
+        ((2, 56, 56, 768, 8), None),
+        ((2, 56, 56, 384, 16), None),
+        ((3, 90, 180, 768, 8), None),
+        ((1, 256, 256, 208, 1), None),
+        ((3, 56, 56, 750, 1), None),
+        ((2, 13, 29, 440, 5), (7, 5)),
+        ((1, 1, 1, 768, 8), None),
+    ],
+    ids=str,
+)
+def test_half_precision_on_a_gpu(sizes, modes, dtype, limit):
+    "Biases keep pre-activations off ReLU's kink, where any rounding flips gradients."
+    x, weights, out = values(*sizes, scale=0.02, device="cuda", dtype=dtype)
+    weights[1] += torch.where(torch.rand_like(weights[1]) > 0.5, 2.0, -2.0)
+    errors = compare(x, weights, out, keep_modes(sizes[1:3], modes), "ortho", False, 0.0, "parts", False)
+    assert max(errors) <= limit, errors
+
+
+@on_gpu
+@pytest.mark.slow
+@pytest.mark.cuda
+def test_same_bytes_every_run_and_compiled():
+    x, weights, out = values(9, 56, 56, 768, 8, scale=0.02, device="cuda", dtype=torch.bfloat16)
+    given, kept = [t.requires_grad_() for t in (x, *weights)], keep_modes((56, 56))
+
+    def run(f):
+        y = f(*given, kept)
+        return y, *torch.autograd.grad(y, given, out)
+
+    first = run(fused_mix)
+    for other in (run(fused_mix), run(torch.compile(fused_mix, fullgraph=True))):
+        assert all(torch.equal(a, b) for a, b in zip(first, other))
