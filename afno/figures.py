@@ -23,6 +23,7 @@ LOOKS = {  # mixer -> colour and marker
     "longshort": {"color": "#009E73", "marker": "^"},
     "gfn": {"color": "#E69F00", "marker": "v"},
     "fno": {"color": "#CC79A7", "marker": "P"},
+    "textbook": {"color": "#000000", "marker": "X"},
 }
 
 

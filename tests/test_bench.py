@@ -9,7 +9,7 @@ import torch
 from afno.bench import SpeedSettings, bench, bench_mixers, plot_speed, save_speed, speed_markdown, time_module
 from afno.core import load_params, root
 
-FEW = SpeedSettings(1, 16, 4, [4, 8], 1, 16, "b0", 32, 2, 0, 1e8, "float32")
+FEW = SpeedSettings(1, 16, 4, [4, 8], 1, 16, "b0", 32, 2, 0, 1e8, "float32", 0, False)
 
 
 @pytest.mark.parametrize("tier", ["smoke", "small", "paper"])
@@ -29,7 +29,7 @@ def test_times_are_ordered_and_gradients_cleared():
 
 def test_cases_above_the_limit_are_counted_and_not_timed():
     cases, times = bench_mixers(dataclasses.replace(FEW, limit_macs=1.0), "cpu")
-    assert len(cases) == 12 and not times and not any(case["timed"] for case in cases)
+    assert len(cases) == 14 and not times and not any(case["timed"] for case in cases)
     assert cases[0]["macs"] == 4 * 16 * 16**2 + 2 * 16**2 * 16
 
 
