@@ -393,13 +393,17 @@ def test_without_a_resume_folder_signals_act_as_usual(tmp_path):
             signal.raise_signal(signal.SIGINT)
         return masked_loss(model, batch, step)
 
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt) as error:
-        fit(new_model(), loss, Pairs(), SETTINGS, tmp_path / "a", progress=False)
-    assert not isinstance(error.value, Interrupted)
-    with pytest.raises(Interrupted, match="interrupted at step 4 of 30; run the same command again to resume"):
-        fit(new_model(), loss, Pairs(), SETTINGS, tmp_path / "b", tmp_path / "resume", progress=False)
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    outside = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt) as error:
+            fit(new_model(), loss, Pairs(), SETTINGS, tmp_path / "a", progress=False)
+        assert not isinstance(error.value, Interrupted)
+        with pytest.raises(Interrupted, match="interrupted at step 4 of 30; run the same command again to resume"):
+            fit(new_model(), loss, Pairs(), SETTINGS, tmp_path / "b", tmp_path / "resume", progress=False)
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    finally:
+        signal.signal(signal.SIGINT, outside)
 
 
 # --- Two processes -------------------------------------------------------------------------------------------------------
