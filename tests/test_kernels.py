@@ -1,13 +1,9 @@
 """Fused kernels against the plain route in float64: in Triton's interpreter at tiny sizes, on a GPU at real ones."""
 
-import os
-
 import pytest
 import torch
 
-GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
+GPU = torch.cuda.is_available()  # else conftest.py chose the interpreter
 pytest.importorskip("triton")
 
 from afno.kernels import fused_mix, packed, refusal  # noqa: E402
