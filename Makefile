@@ -39,7 +39,7 @@ plan: setup  ## show what TIER would run, cost and need, without running it (MEA
 	@$(PYTHON) tools/plan.py $(if $(TIER),--tier $(TIER)) $(if $(MEASURE),--measure $(MEASURE))
 
 test: setup data  ## the quick suite: every library notebook once, pytest, and whether nbs/ and afno/ agree
-	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(WORKERS) -m "not slow"; tests=$$?; \
+	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"; tests=$$?; \
 	$(PYTHON) tools/check_sync.py && exit $$tests
 
 test-slow: setup data  ## what takes minutes
