@@ -268,7 +268,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'afno/kernels/transforms.py'),
                                          'afno.kernels.transforms.line_matrices': ( 'kernels.transforms.html#line_matrices',
                                                                                     'afno/kernels/transforms.py'),
-                                         'afno.kernels.transforms.packed': ('kernels.transforms.html#packed', 'afno/kernels/transforms.py'),
                                          'afno.kernels.transforms.pad_matrix': ( 'kernels.transforms.html#pad_matrix',
                                                                                  'afno/kernels/transforms.py'),
                                          'afno.kernels.transforms.rows_in': ( 'kernels.transforms.html#rows_in',

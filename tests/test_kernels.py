@@ -128,6 +128,15 @@ def test_frozen_weights_and_checkpoints():
 
 
 @interpreted
+def test_compiles_whole_forward_and_backward():
+    x, weights, out = values(1, 5, 6, 8, 2)
+    given, kept = [t.requires_grad_() for t in (x, *weights)], keep_modes((5, 6))
+    compiled = torch.compile(fused_mix, fullgraph=True, backend="aot_eager")
+    plain, again = (torch.autograd.grad(f(*given, kept), given, out) for f in (fused_mix, compiled))
+    assert all(torch.equal(a, b) for a, b in zip(plain, again))
+
+
+@interpreted
 def test_operator_passes_pytorchs_checks():
     x, weights, _ = values(1, 3, 4, 8, 2)
     kept = keep_modes((3, 4))

@@ -9,6 +9,7 @@ __all__ = ['plan_of', 'forward', 'backward']
 import torch
 from torch import Tensor
 
+from . import Settings
 from .backward import mix_gradients
 from .mix import Plan, mix_spectrum, real_weights
 from .transforms import rows_in, rows_out
@@ -20,21 +21,16 @@ _PLANS: dict[tuple, Plan] = {}
 def plan_of(
     x: Tensor,  # Tokens (B, H, W, C)
     w1: Tensor,  # (2, K, C/K, D/K)
-    rows: list[int],  # Kept rows
-    cols: int,  # Kept columns
-    norm: str,  # "ortho" | "forward"
-    centred: bool,  # Half-token phase
-    threshold: float,  # λ
-    shrinkage: str,  # "parts" | "magnitude"
+    told: Settings,  # Coefficients, scaling, shrinkage
 ) -> Plan:
     "Find or make the plan of a call."
-    parts = shrinkage == "parts" or threshold == 0
-    key = (x.shape, x.dtype, x.device, w1.shape, tuple(rows), cols, norm, centred, parts)
+    parts, rows = told.shrinkage == "parts" or told.threshold == 0, tuple(told.rows)
+    key = (x.shape, x.dtype, x.device, w1.shape, rows, told.cols, told.norm, told.centred, parts)
     if key not in _PLANS:
         if len(_PLANS) >= 256:
             _PLANS.clear()
         _PLANS[key] = Plan(
-            x.shape, x.dtype, x.device, w1.shape[1], w1.shape[3], tuple(rows), cols, norm, centred, parts
+            x.shape, x.dtype, x.device, w1.shape[1], w1.shape[3], rows, told.cols, told.norm, told.centred, parts
         )
     return _PLANS[key]
 
@@ -46,48 +42,28 @@ def _dense(x: Tensor) -> Tensor:
 # %% ../../nbs/23_kernels.layer.ipynb #0a2059b3
 def forward(
     x: Tensor,  # Tokens (B, H, W, C)
-    w1: Tensor,  # (2, K, C/K, D/K)
-    b1: Tensor,  # (2, K, D/K)
-    w2: Tensor,  # (2, K, D/K, C/K)
-    b2: Tensor,  # (2, K, C/K)
-    rows: list[int],  # Kept rows
-    cols: int,  # Kept columns
-    norm: str,  # "ortho" | "forward"
-    centred: bool,  # Half-token phase
-    threshold: float,  # λ
-    shrinkage: str,  # "parts" | "magnitude"
-    add_input: bool,  # The identity as local term
+    weights: tuple[Tensor, ...],  # w1 (2, K, C/K, D/K), b1 (2, K, D/K), w2 (2, K, D/K, C/K), b2 (2, K, C/K)
+    told: Settings,  # Coefficients, scaling, shrinkage, local term
     keep: bool,  # For `backward`
 ) -> tuple[Tensor, Tensor]:  # Mixed tokens (B, H, W, C), and the row transform, empty unless kept
     "Mix tokens."
-    p, x = plan_of(x, w1, rows, cols, norm, centred, threshold, shrinkage), _dense(x)
-    w = real_weights(p, w1, b1, w2, b2)
+    p, x = plan_of(x, weights[0], told), _dense(x)
     z = rows_in(p.forward, x, p.Q)
-    o = mix_spectrum(p, z, torch.empty_like(z) if keep else z, w, threshold)
-    y = rows_out(p.inverse, o, torch.empty(x.shape, dtype=x.dtype, device=x.device), x if add_input else None)
+    o = mix_spectrum(p, z, torch.empty_like(z) if keep else z, real_weights(p, *weights), told.threshold)
+    y = rows_out(p.inverse, o, torch.empty(x.shape, dtype=x.dtype, device=x.device), x if told.add_input else None)
     return y, z if keep else z.new_empty(0)
 
 # %% ../../nbs/23_kernels.layer.ipynb #ce36ba14
 def backward(
     g: Tensor,  # Gradient of the mixed tokens (B, H, W, C)
     z: Tensor,  # The row transform that `forward` kept
-    w1: Tensor,  # (2, K, C/K, D/K)
-    b1: Tensor,  # (2, K, D/K)
-    w2: Tensor,  # (2, K, D/K, C/K)
-    b2: Tensor,  # (2, K, C/K)
-    rows: list[int],  # Kept rows
-    cols: int,  # Kept columns
-    norm: str,  # "ortho" | "forward"
-    centred: bool,  # Half-token phase
-    threshold: float,  # λ
-    shrinkage: str,  # "parts" | "magnitude"
-    add_input: bool,  # The identity as local term
+    weights: tuple[Tensor, ...],  # As for `forward`
+    told: Settings,  # As for `forward`
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # Gradients of tokens and weights
     "Compute all gradients."
-    p, g = plan_of(g, w1, rows, cols, norm, centred, threshold, shrinkage), _dense(g)
-    w = real_weights(p, w1, b1, w2, b2)
+    p, g = plan_of(g, weights[0], told), _dense(g)
     gz = rows_in(p.inverse_t, g, p.Q)
     gx = torch.empty(g.shape, dtype=g.dtype, device=g.device)  # room for intermediates until it is written
-    gw1, gb1, gw2, gb2 = mix_gradients(p, z, gz, w, threshold, (w1, b1, w2, b2), gx)
-    rows_out(p.forward_t, gz, gx, g if add_input else None)
+    gw1, gb1, gw2, gb2 = mix_gradients(p, z, gz, real_weights(p, *weights), told.threshold, weights, gx)
+    rows_out(p.forward_t, gz, gx, g if told.add_input else None)
     return gx, gw1, gb1, gw2, gb2

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import packed
 from afno.kernels.transforms import (
     _KEPT,
     INTERPRET,
@@ -22,7 +23,6 @@ from afno.kernels.transforms import (
     launch,
     line,
     line_matrices,
-    packed,
     soft,
     tl,
 )  # fmt: skip
