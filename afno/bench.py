@@ -221,14 +221,18 @@ def bench(
 ) -> tuple[dict, dict]:  # What does not change, and what was measured
     "Count and time all mixers and models; products of float32 on a GPU may use TF32, as they do in most training."
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    torch.backends.cuda.matmul.allow_tf32 = True
-    mixers, mixer_times = bench_mixers(settings, device)
-    models, model_times = bench_models(settings, device)
+    before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, True
+    try:
+        mixers, mixer_times = bench_mixers(settings, device)
+        models, model_times = bench_models(settings, device)
+        rates = ceilings(device, getattr(torch, settings.dtype))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
     told = dataclasses.asdict(settings)
     return {"mixers": mixers, "models": models, "settings": told}, {
         "mixers": mixer_times,
         "models": model_times,
-        "ceilings": ceilings(device, getattr(torch, settings.dtype)),
+        "ceilings": rates,
         "environment": environment() | {"timed_on": device},
     }
 
