@@ -290,7 +290,7 @@ pictures; mIoU of the best epoch on few-shot faces. The width at each number of 
 **Differs from the paper.** Figure 3 prints no values, only where its maxima lie. "35 %" of the frequencies is "32/56 along each spatial
 dimension" (A.6), which is 33 %: hard thresholding is read in four ways, weights adaptive or static, per axis or as a share of all; the paper
 prints one row for them{"; on the 8x8 tokens of `smoke` both readings keep the same 15 of 40 coefficients" if tier == "smoke" else ""}. At the
-width it gives (A.6), adaptive weights have 1.1 M parameters and only static ones the printed 16 M: here widths are solved for equal parameters.
+width it gives (A.6), adaptive weights have 1.1 M parameters and only static ones the printed 16 M{"" if tier == "paper" else "; here widths are solved for equal parameters"}.
 """
 
 # %% ../nbs/91_pages.ipynb #02434ff0
