@@ -13,9 +13,9 @@ TRACKED = [ROOT / name for name in LISTED if name and (ROOT / name).is_file()]
 NOTEBOOKS = [p for p in sorted((ROOT / "nbs").rglob("*.ipynb")) if ".ipynb_checkpoints" not in p.parts]
 STAGES = [p for p in NOTEBOOKS if p.parent.name == "stages"]
 LIBRARY = [p for p in NOTEBOOKS if p not in STAGES]
-TRACES = {
-    "a folder of one machine": rb"/(?:home|Users)/\w|/root/|(?<![\w.}>)])/work/\w|/mnt/\w|/private/var/|/var/folders/|[\\/]ipykernel_\d|\.venv/lib/",
-    "a package registry": rb"pypi\.org|pythonhosted|artifactory|nexus\.|(?:extra-)?index-url|conda\.anaconda\.org|download\.pytorch",
+TRACES = {  # a letter in brackets keeps a pattern from finding itself here
+    "a folder of one machine": rb"/(?:home|Users|mnt)/\w|/roo[t]/|(?<![\w.}>)])/wor[k]/\w|/privat[e]/var/|/var/folder[s]/|[\\/]ipykernel_\d|\.venv/li[b]/",
+    "a package registry": rb"pypi\.or[g]|python[h]osted|artifactor[y]|nexu[s]\.|index-ur[l]|conda\.anacond[a]\.|download\.pytorc[h]",
     "a memory address": rb" at 0x[0-9a-f]{6}",
     "a secret": rb"AKIA[0-9A-Z]{16}|gh[pousr]_[A-Za-z0-9]{30}|-----BEGIN [A-Z ]*PRIVATE KEY",
 }
@@ -26,7 +26,7 @@ def test_no_trace_of_a_machine(kind):
     pattern = re.compile(TRACES[kind])
     found = []
     for path in TRACKED:
-        if path.suffix in {".png", ".jpg", ".gz", ".npz", ".pt", ".safetensors"} or path == Path(__file__):
+        if path.suffix in {".png", ".jpg", ".gz", ".npz", ".pt", ".safetensors"}:
             continue
         data = path.read_bytes()
         if b"\0" not in data[:1000]:
