@@ -5,7 +5,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
+from afno.mixers import AFNO2D
+from afno.mixers.afno import record_zeros
 from afno.spectral import Modes, irfft, irfft2, keep_modes, rfft, rfft2, self_conjugate
 
 
@@ -99,3 +102,74 @@ def test_one_dimension_truncated():
         np.testing.assert_allclose(
             irfft(z, 15, route=route).numpy(), np.fft.irfft(full, 15, axis=1, norm="ortho"), atol=1e-12
         )
+
+
+def cpu_layer(route="matmul", dtype=torch.float64, **settings):
+    torch.manual_seed(0)
+    layer = AFNO2D(8, num_blocks=2, route=route, **settings)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.mul_(15)
+    return layer.to(dtype)
+
+
+def gradients(layer, x, *names):
+    layer.zero_grad()
+    layer.requires_grad_(False)
+    leaf = x.clone().requires_grad_("x" in names)
+    wanted = [leaf if name == "x" else getattr(layer, name).requires_grad_() for name in names]
+    y = layer(leaf)
+    return y.grad_fn, torch.autograd.grad(y.square().sum(), wanted)
+
+
+@pytest.mark.parametrize("names", [("w1",), ("b2",), ("w2", "b1"), ("x",), ("x", "w2"), ("x", "w1", "b1", "w2", "b2")])
+def test_the_one_function_of_a_cpu_gives_only_gradients_that_are_asked_for(names):
+    x = torch.randn(3, 5, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    (own, found), (_, expected) = (gradients(cpu_layer(route), x, *names) for route in ("matmul", "fft"))
+    assert "MixPairs" in type(own).__name__
+    for one, other in zip(found, expected):
+        assert relative(one, other) < 1e-12
+
+
+def test_whoever_looks_inside_gets_the_plain_steps():
+    fast, plain = cpu_layer(), cpu_layer("fft")
+    x, t = torch.randn(2, 1, 5, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    total, jacobian, hessian = (
+        lambda m: lambda v: m(v).pow(3).sum(),
+        torch.autograd.functional.jacobian,
+        torch.autograd.functional.hessian,
+    )
+    ways = {
+        "jvp": lambda m: torch.func.jvp(m, (x,), (t,))[1],
+        "vmap": lambda m: torch.vmap(m)(torch.stack([x, t])),
+        "grad": lambda m: torch.func.grad(total(m))(x),
+        "batched gradient": lambda m: jacobian(lambda v: m(v).sum((1, 2)), x, vectorize=True),
+        "second derivative": lambda m: hessian(total(m), x[:, :2, :3]),
+        "exported": lambda m: torch.export.export(m, (x,)).module()(x),
+    }
+    for name, way in ways.items():
+        assert relative(way(fast), way(plain)) < 1e-12, name
+    assert not any("MixPairs" in str(node) for node in torch.export.export(fast, (x,)).graph.nodes)
+    with forward_ad.dual_level():
+        one, other = (forward_ad.unpack_dual(m(forward_ad.make_dual(x, t))).tangent for m in (fast, plain))
+    assert relative(one, other) < 1e-12
+    with record_zeros(fast) as zeros:
+        fast(x)
+    assert list(zeros) == ["shrink"]
+
+
+@pytest.mark.parametrize(
+    "shape, blocks", [((2, 14, 14, 96), 8), ((2, 31, 33, 16), 1), ((2, 56, 56, 96), 4), ((1, 112, 112, 16), 2)]
+)
+def test_float32_on_a_cpu_is_near_float64(shape, blocks):
+    torch.manual_seed(0)
+    layer = AFNO2D(shape[-1], num_blocks=blocks, sparsity_threshold=0.0)
+    with torch.no_grad():
+        layer.b1.add_(20)  # far from the knee of the ReLU, where rounding would decide
+    x, g, results = torch.randn(shape), torch.randn(shape), []
+    for dtype in (torch.float32, torch.float64):
+        leaf = x.detach().clone().to(dtype).requires_grad_()
+        y = layer.to(dtype)(leaf)
+        results.append((y, *torch.autograd.grad(y, (leaf, *layer.parameters()), g.to(dtype))))
+    for one, other in zip(*results):
+        assert relative(one.double(), other) < 1e-5
