@@ -122,11 +122,19 @@ def _forward(self: LongShortAttention, x: Tensor) -> Tensor:
     shares = landmark_shares(self.to_dynamic_projection(x).flatten(1, 2), self.num_heads)  # (B, heads, r, N)
     q, k, v = self._heads(tile(q, self.window)), self._gather(k, shares), self._gather(v, shares)
     seen = F.pad(visible_keys((H, W), self.window, x.device), (self.rank, 0), value=True)  # (T, keys)
-    seen = seen.repeat_interleave(self.num_heads, 0)[None, :, None]  # (1, T*heads, 1, keys)
-    y = F.scaled_dot_product_attention(
-        q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2), seen
-    )  # (B, T*heads, w*w, C/heads)
-    y = y.unflatten(1, (-1, self.num_heads)).transpose(2, 3).flatten(3)  # (B, T, w*w, C)
+    down = -(
+        -H // self.window
+    )  # rows of tiles count as pictures, tiles of a row as heads: a GPU's kernel takes 65,535 of each
+    batch = lambda z: z.unflatten(1, (down, -1)).flatten(2, 3).flatten(0, 1)  # (B*down, across*heads, tokens, C/heads)
+    seen = (
+        seen.repeat_interleave(self.num_heads, 0)
+        .view(1, down, -1, 1, seen.shape[-1])
+        .expand(B, -1, -1, -1, -1)
+        .flatten(0, 1)
+    )
+    y = F.scaled_dot_product_attention(batch(q), batch(k), batch(v), seen)  # (B*down, across*heads, w*w, C/heads)
+    y = y.unflatten(1, (-1, self.num_heads)).unflatten(0, (B, down)).flatten(1, 2)  # (B, T, heads, w*w, C/heads)
+    y = y.transpose(2, 3).flatten(3)  # (B, T, w*w, C)
     y = untile(y, self.window, (H, W))  # (B, H, W, C)
     return self.proj(y).to(x.dtype)
 
