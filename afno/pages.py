@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .audit import audit_markdown
-from .bench import speed_markdown
+from .bench_tables import speed_markdown
 from .clusters import cluster_table
 from .core import atomic_write, root, save_json
 from afno.report import (
@@ -377,7 +377,7 @@ digit, under the convention named. A number that is not reproduced stands with w
 
 {speed_markdown(*speed) if speed[0] else DASH}
 
-{picture(tier, "speed/speed.png", "Time against tokens")}
+{picture(tier, "speed/speed.png", "Time and memory against tokens")}
 """
 
 # %% ../nbs/91_pages.ipynb #9d55e596
