@@ -6,12 +6,13 @@ import torch
 GPU = torch.cuda.is_available()  # else conftest.py chose the interpreter
 pytest.importorskip("triton")
 
-from afno.kernels import fused_mix, packed, refusal  # noqa: E402
-from afno.kernels.layer import _PLANS  # noqa: E402
-from afno.kernels.mix import Plan, pieces  # noqa: E402
-from afno.kernels.transforms import INTERPRET  # noqa: E402
+from afno.kernels import Settings, fused_mix, packed, refusal  # noqa: E402
+from afno.kernels.backward import _groups, _steps  # noqa: E402
+from afno.kernels.layer import forward, make_plan  # noqa: E402
+from afno.kernels.mix import Plan, group, pieces  # noqa: E402
+from afno.kernels.transforms import INTERPRET, Launch  # noqa: E402
 from afno.mixers import AFNO2D  # noqa: E402
-from afno.spectral import block_linear, irfft2, keep_modes, rfft2, soft_shrink  # noqa: E402
+from afno.spectral import Modes, block_linear, irfft2, keep_modes, rfft2, soft_shrink  # noqa: E402
 
 interpreted = pytest.mark.skipif(not INTERPRET, reason="kernels are compiled for the GPU here")
 on_gpu = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
@@ -20,7 +21,7 @@ on_gpu = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
 def values(B, H, W, C, K, expansion=1, scale=0.3, device="cpu", dtype=torch.float32, seed=0):
     "Draw tokens, parameters and a gradient."
     g, c = torch.Generator().manual_seed(seed), C // K
-    d = c * expansion
+    d = int(c * expansion)
     sizes = (B, H, W, C), (2, K, c, d), (2, K, d), (2, K, d, c), (2, K, c), (B, H, W, C)
     x, *weights, out = (torch.randn(*size, generator=g).to(device) for size in sizes)
     return x.to(dtype), [scale * w for w in weights], out.to(dtype)
@@ -63,23 +64,51 @@ CASES = {
     "width 5": ((1, 4, 6, 5, 1), None, ()),
     "blocks of 20": ((1, 4, 6, 40, 2), None, ()),
     "tall": ((1, 18, 3, 4, 1), None, ()),
+    "odd in all": ((3, 5, 1, 5, 1), None, ()),
+    "wide hidden layer": ((3, 4, 4, 8, 2, 2), None, ()),
+    "narrow hidden layer": ((3, 4, 4, 16, 1, 0.5), None, ("ortho", False, 0.05, "magnitude")),
+    "many rows": ((3, 9, 16, 10, 2), None, ()),
 }
 
 
+WAYS = [(case, how) for how in ("one pass", "in steps") for case in CASES]
+WAYS += [(case, "little room") for case in ("several images at a time", "wide hidden layer", "odd in all")]
+WAYS += [
+    (case, "two images at a time") for case in ("one row", "wide hidden layer", "narrow hidden layer", "many rows")
+]
+
+
 @interpreted
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("steps", [False, True], ids=["one pass", "in steps"])
-def test_output_and_every_gradient(case, steps, monkeypatch):
+@pytest.mark.parametrize("case, how", WAYS)
+def test_output_and_every_gradient(case, how, monkeypatch):
     sizes, modes, settings = CASES[case]
-    _PLANS.clear()
-    if steps:
+    make_plan.cache_clear()
+    if how == "little room":
+        monkeypatch.setattr("afno.kernels.backward.LEAST", 0)
+    if how in ("in steps", "two images at a time"):
         made = Plan.__init__
         monkeypatch.setattr(Plan, "__init__", lambda self, *a: (made(self, *a), setattr(self, "fused", False))[0])
-        monkeypatch.setattr("afno.kernels.mix.GROUP_BYTES", 1.0)  # one image at a time
+        for module in ("mix", "backward"):
+            monkeypatch.setattr(f"afno.kernels.{module}.group", lambda p: 1 if how == "in steps" else min(2, p.B))
     x, weights, out = values(*sizes)
     errors = compare(x, weights, out, keep_modes(sizes[1:3], modes), *settings)
-    _PLANS.clear()
+    make_plan.cache_clear()
     assert max(errors) < 1e-5, errors
+
+
+@interpreted
+def test_little_room_takes_several_launches(monkeypatch):
+    p = Plan(torch.Size((3, 4, 4, 8)), torch.float32, torch.device("cpu"), 2, 4, (0, 1, 2, 3), 3, "ortho", False, True)
+    assert len(_steps(p, 0.0)[2]) == 1
+    monkeypatch.setattr("afno.kernels.backward.LEAST", 0)
+    assert len(_steps(p, 0.5)[2]) == 3
+
+
+def test_images_are_taken_a_few_at_a_time(monkeypatch):
+    p = Plan(torch.Size((5, 4, 4, 8)), torch.float32, torch.device("cpu"), 2, 4, (0, 1, 2, 3), 3, "ortho", False, False)
+    assert not p.fused and group(p) == 5 and [n for _, n, *_ in _groups(p, 0.0)[3]] == [5]
+    monkeypatch.setattr("afno.kernels.mix.GROUP_BYTES", 2.2 * p.K * p.M * p.R * 4 * p.cp)
+    assert group(p) == 2 and [(first, n) for first, n, *_ in _groups(p, 0.5)[3]] == [(0, 2), (2, 2), (4, 1)]
 
 
 @interpreted
@@ -137,11 +166,88 @@ def test_compiles_whole_forward_and_backward():
 
 
 @interpreted
-def test_operator_passes_pytorchs_checks():
+@pytest.mark.parametrize("grad", [False, True], ids=["without gradients", "with gradients"])
+def test_operator_passes_pytorchs_checks(grad):
     x, weights, _ = values(1, 3, 4, 8, 2)
-    kept = keep_modes((3, 4))
-    args = (x, *weights, list(kept.rows), kept.cols, "ortho", False, 0.01, "parts", True, True)
-    torch.library.opcheck(torch.ops.afno.mix.default, args, test_utils=("test_schema", "test_faketensor"))
+    given = [t.requires_grad_(grad) for t in (x, *weights)]
+    told = (3, 3, "ortho", False, 0.01, "parts", True)
+    torch.library.opcheck(torch.ops.afno.mix.default, (*given, *told, grad))
+    if grad:
+        y, z = torch.ops.afno.mix(*[t.detach() for t in given], *told, True)
+        args = (y, z, *weights, *told)
+        torch.library.opcheck(torch.ops.afno.mix_backward.default, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@interpreted
+def test_second_derivative_is_refused():
+    x, weights, _ = values(1, 3, 4, 8, 2)
+    x.requires_grad_()
+    (g,) = torch.autograd.grad(fused_mix(x, *weights, keep_modes((3, 4))).square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="route='matmul'"):
+        g.sum().backward()
+
+
+def test_unlike_rows_and_places_are_refused():
+    x, weights, _ = values(1, 5, 4, 8, 2)
+    for rows in ((0, 1, 2), (0, 2), (1,), (0, 3, 4), (1, 2, 3, 4)):  # (0, 1, 4) and (0, 4) would be right
+        with pytest.raises(ValueError, match="keep_modes"):
+            fused_mix(x, *weights, Modes(rows, 3))
+    if INTERPRET:
+        with pytest.raises(ValueError, match="weights on"):
+            told = Settings(5, 3, "ortho", False, 0.01, "parts", True)
+            forward(x, (*weights[:3], weights[3].to("meta")), told, False)
+
+
+@interpreted
+def test_every_call_looks_at_its_own_tensors():
+    "Shapes, strides, addresses and types in turn, as no call may get what was prepared for another."
+    gen = torch.Generator().manual_seed(1)
+    _, weights, _ = values(1, 2, 4, 4, 1)
+    shifted = torch.randn(2 * 2 * 4 * 4 + 1, generator=gen)[1:].view(2, 2, 4, 4)  # 4 bytes beside an aligned address
+    sparse, other = shifted[..., None].repeat(1, 1, 1, 1, 2)[..., 0], torch.randn(1, 4, 2, 4, generator=gen)
+    calls = [shifted.clone(), shifted, shifted.transpose(1, 2), other, shifted[:, :, ::2], sparse]
+    calls += [shifted.half()]  # the interpreter has no products of bfloat16
+    for x in (*calls, *calls[:3]):
+        x, kept = x.detach().requires_grad_(), keep_modes((x.shape[1], x.shape[2]))
+        y, right = fused_mix(x, *weights, kept), plain_mix(x.double(), *[w.double() for w in weights], kept)
+        found, expected = (torch.autograd.grad(t.double().square().sum(), x)[0] for t in (y, right))
+        limit = 1e-5 if x.dtype == torch.float32 else 0.05
+        for a, b in ((y, right), (found, expected)):
+            assert ((a - b).norm() / b.norm()).item() < limit, (x.shape, x.stride(), x.dtype)
+
+
+class Recorder:
+    "Stands for a kernel and for what it is compiled to."
+
+    arg_names = ["X", "Y", "n", "BLOCK"]
+
+    def __init__(self):
+        self.compiled, self.run = [], []
+
+    def __getitem__(self, grid):
+        def compile_(*args, **constants):
+            self.compiled.append((grid, args, constants))
+            return {grid: lambda *args: self.run.append(args)}
+
+        return compile_
+
+
+def test_launch_is_compiled_once_for_every_type_and_device(monkeypatch):
+    monkeypatch.setattr("afno.kernels.transforms.INTERPRET", False)
+    kernel, x = Recorder(), torch.zeros(64)
+    launch = Launch(kernel, 5, 7, BLOCK=16, num_warps=4)
+    odd = x[1:]
+    launch(odd, x)  # not aligned to 16 bytes: by Triton, which compiles for it; not kept
+    launch(x, x)
+    assert kernel.compiled[0] == ((5, 1, 1), (odd, x, 7), {"BLOCK": 16, "num_warps": 4}) and len(kernel.compiled) == 2
+    launch(x[4:], x)
+    assert kernel.run == [(x.data_ptr() + 16, x.data_ptr(), 7, 16)]
+    launch(x, odd)
+    assert len(kernel.compiled) == 3 and len(kernel.run) == 1
+    launch(x.half(), x)
+    launch(x.half(), x)
+    launch(x, x)
+    assert len(kernel.compiled) == 4 and len(kernel.run) == 3
 
 
 def test_pieces_and_packed_rows():

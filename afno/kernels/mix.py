@@ -4,11 +4,15 @@
 
 # %% auto #0
 __all__ = ['GROUP_BYTES', 'folded', 'column_matrices', 'fetch', 'fetch_all', 'fold', 'column', 'store_column', 'none',
-           'load_bias', 'weight', 'place', 'matrix', 'matrices', 'mix_kernel', 'pack_kernel', 'pieces', 'Plan',
-           'real_weights', 'mix_spectrum', 'group', 'columns_in', 'columns_out', 'affine', 'shrink_magnitude']
+           'load_bias', 'weight', 'place', 'matrix', 'matrices', 'mix_kernel', 'pack', 'pack_kernel', 'pieces', 'Plan',
+           'real_weights', 'mix_spectrum', 'group', 'whole_columns', 'columns_in', 'columns_out', 'affine',
+           'shrink_magnitude']
 
 # %% ../../nbs/21_kernels.mix.ipynb #47672560
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+import functools
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,10 +21,10 @@ from . import packed
 from afno.kernels.transforms import (
     _KEPT,
     INTERPRET,
+    Launch,
     cdiv,
     complex_matrices,
     jit,
-    launch,
     line,
     line_matrices,
     soft,
@@ -255,29 +259,30 @@ def mix_kernel(
         store_column(Y + base, acc.to(dt), a2, H, C, c, part, own, j * S, CENTRED, HP, S)
 
 # %% ../../nbs/21_kernels.mix.ipynb #ee71acf3
-@jit("K", "c", "d", "cp", "dp")
-def pack_kernel(W1, W2, R1, R2, K, c, d, cp, dp, BLOCK: tl.constexpr):
-    "Complex weights (2, K, c, d) and (2, K, d, c) as real matrices [[re, im], [-im, re]], padded to c' and d'."
-    second = tl.program_id(0) % 2
-    n = tl.program_id(0) // 2 * BLOCK + tl.arange(0, BLOCK)
+@jit()
+def pack(W, B, R, F, n, K, c, d, cp, dp, BIAS: tl.constexpr):
+    "Bring weights (2, K, c, d) into real matrices [[re, im], [-im, re]], padded to c' and d', and biases (2, K, d) into rows."
     size = 4 * cp * dp
-    a = tl.where(second == 0, cp, dp)  # padded inputs
-    b = tl.where(second == 0, dp, cp)  # padded outputs
-    na = tl.where(second == 0, c, d)
-    nb = tl.where(second == 0, d, c)
     k = n // size
-    i = n % size // (2 * b)
-    j = n % (2 * b)
-    pi, ci, pj, cj = i // a, i % a, j // b, j % b
-    at = (((pi ^ pj) * K + k) * na + ci) * nb + cj
-    keep = (k < K) & (ci < na) & (cj < nb)
-    minus = (pi == 1) & (pj == 0)
-    if second == 0:
-        v = tl.load(W1 + at, keep, 0.0).to(tl.float32)
-        tl.store(R1 + n, tl.where(minus, -v, v).to(R1.dtype.element_ty), k < K)
+    i = n % size // (2 * dp)
+    j = n % (2 * dp)
+    pi, ci, pj, cj = i // cp, i % cp, j // dp, j % dp
+    at = (((pi ^ pj) * K + k) * c + ci) * d + cj
+    v = tl.load(W + at, (k < K) & (ci < c) & (cj < d), 0.0).to(tl.float32)
+    tl.store(R + n, tl.where((pi == 1) & (pj == 0), -v, v).to(R.dtype.element_ty), k < K)
+    if BIAS:
+        k = n // (2 * dp)
+        v = tl.load(B + (pj * K + k) * d + cj, (k < K) & (cj < d), 0.0)
+        tl.store(F + n, v.to(F.dtype.element_ty), k < K)
+
+
+@jit("K", "c", "d", "cp", "dp")
+def pack_kernel(W1, B1, W2, B2, R1, F1, R2, F2, K, c, d, cp, dp, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    n = tl.program_id(0) // 2 * BLOCK + tl.arange(0, BLOCK)
+    if tl.program_id(0) % 2 == 0:
+        pack(W1, B1, R1, F1, n, K, c, d, cp, dp, BIAS)
     else:
-        v = tl.load(W2 + at, keep, 0.0).to(tl.float32)
-        tl.store(R2 + n, tl.where(minus, -v, v).to(R2.dtype.element_ty), k < K)
+        pack(W2, B2, R2, F2, n, K, d, c, dp, cp, BIAS)
 
 # %% ../../nbs/21_kernels.mix.ipynb #29a14fef
 def pieces(
@@ -314,6 +319,7 @@ class Plan:
         self.B, self.H, self.W, self.C = shape
         self.K, self.c, self.d, self.R, self.M = blocks, self.C // blocks, hidden, len(rows), cols
         self.rows, self.dtype, self.device, self.centred, self.parts = tuple(rows), dtype, device, centred, parts
+        self.tile: NamedTuple | None = None  # how the kernels for Hopper serve it, if they do
         self.Q, self.P = packed(self.W, cols), cdiv(self.C, 8) * 8
         self.cp, self.dp = cdiv(self.c, 8) * 8, cdiv(hidden, 8) * 8
         scale = {"ortho": 1.0, "forward": self.H**-0.5, "backward": self.H**0.5}[norm]  # columns are orthonormal
@@ -339,6 +345,20 @@ class Plan:
             self.config = {"num_warps": 4 if max(RP, HP) <= 64 else 8, "num_stages": 1}
 
 # %% ../../nbs/21_kernels.mix.ipynb #e42a1466
+@functools.lru_cache(256)
+def _pack(p: Plan) -> tuple[Launch, list[tuple[int, ...]]]:
+    "Launch and shapes of `real_weights`."
+    cp, dp = (p.c, p.d) if p.fused else (p.cp, p.dp)
+    block = 64 if INTERPRET else 1024
+    launch = Launch(
+        pack_kernel, 2 * cdiv(4 * p.K * cp * dp, block), p.K, p.c, p.d, cp, dp, BIAS=not p.fused, BLOCK=block
+    )
+    shapes = [(2 * cp, 2 * dp), (2 * dp, 2 * cp), (2 * dp,), (2 * cp,)]
+    if p.fused or p.K > 1:
+        shapes = [(p.K, 2 * cp, 2 * dp), (p.K, 2 * dp, 2 * cp), (p.K, 1, 2 * dp), (p.K, 1, 2 * cp)]
+    return launch, shapes
+
+
 def real_weights(
     p: Plan,  # The call's plan
     w1: Tensor,  # (2, K, c, d)
@@ -347,32 +367,23 @@ def real_weights(
     b2: Tensor,  # (2, K, c)
 ) -> tuple[
     Tensor, ...
-]:  # Real matrices (K, 2c', 2d') and (K, 2d', 2c') and biases: as given if fused, else (K, 2d'), (K, 2c')
-    "Bring the parameters into the form and precision of the kernels."
-    cp, dp = (p.c, p.d) if p.fused else (p.cp, p.dp)
-    r1 = torch.empty(p.K, 2 * cp, 2 * dp, dtype=p.dtype, device=p.device)
-    r2 = torch.empty(p.K, 2 * dp, 2 * cp, dtype=p.dtype, device=p.device)
-    block = 64 if INTERPRET else 1024
-    launch(
-        pack_kernel,
-        2 * cdiv(r1.numel(), block),
-        w1.contiguous(),
-        w2.contiguous(),
-        r1,
-        r2,
-        p.K,
-        p.c,
-        p.d,
-        cp,
-        dp,
-        BLOCK=block,
-    )
-    if p.fused:
-        return r1, b1.contiguous(), r2, b2.contiguous()
-    flat = lambda b, n: F.pad(b.to(p.dtype), (0, n - b.shape[-1])).transpose(0, 1).flatten(1)
-    return r1, flat(b1, dp), r2, flat(b2, cp)
+]:  # Matrices (K, 2c', 2d'), biases as given if fused, else (K, 1, 2d'); matrices (K, 2d', 2c'), biases
+    "Bring the parameters into the form and precision of the kernels; not fused, one block has no axis K."
+    launch, (s1, s2, t1, t2) = _pack(p)
+    b1, b2 = b1.contiguous(), b2.contiguous()
+    r1, r2 = w1.new_empty(s1, dtype=p.dtype), w1.new_empty(s2, dtype=p.dtype)
+    f1, f2 = (b1, b2) if p.fused else (w1.new_empty(t1, dtype=p.dtype), w1.new_empty(t2, dtype=p.dtype))
+    launch(w1.contiguous(), b1, w2.contiguous(), b2, r1, f1, r2, f2)
+    return r1, f1, r2, f2
 
 # %% ../../nbs/21_kernels.mix.ipynb #397dd208
+@functools.lru_cache(256)
+def _mix(p: Plan, lam: float) -> Launch:
+    "Launch of `mix_spectrum`."
+    return Launch(mix_kernel, p.B * p.M * p.K, lam, p.M, p.W, p.H, p.Q, folded(p.H, p.centred), p.K, **p.known,
+                  SHRINKS=lam > 0, **p.config)  # fmt: skip
+
+
 def mix_spectrum(
     p: Plan,  # The call's plan
     z: Tensor,  # (B, Q, H, P) rows transformed
@@ -383,8 +394,7 @@ def mix_spectrum(
     "Transform columns, apply the block MLP, shrink, transform back."
     if not p.fused:
         return _mix_in_steps(p, z, o, w, lam)
-    launch(mix_kernel, p.B * p.M * p.K, z, o, *p.columns, *w, lam, p.M, p.W, p.H, p.Q, folded(p.H, p.centred), p.K,
-           **p.known, SHRINKS=lam > 0, **p.config)  # fmt: skip
+    _mix(p, lam)(z, o, *p.columns, *w)
     return o
 
 # %% ../../nbs/21_kernels.mix.ipynb #ef119920
@@ -398,50 +408,57 @@ def group(
     return max(1, min(p.B, round(GROUP_BYTES / (p.K * p.M * p.R * 4 * max(p.cp, p.dp)))))
 
 
+@functools.lru_cache(256)
+def whole_columns(
+    p: Plan,  # The call's plan
+) -> tuple[Tensor, ...]:  # (2R, 2H) and its transpose, padded
+    "Find the column transform as one real matrix."
+    return complex_matrices(p.H, p.rows, p.centred, p.dtype, p.device)
+
+
 def columns_in(
     p: Plan,  # The call's plan
-    z: Tensor,  # (b, Q, H, P) of some images
-    mask: Tensor | None = None,  # (K, T, 2c'): the result is kept where this is above lam
+    n: int,  # Images
+    masked: bool = False,  # The result is kept where what is given beside it is above lam
     lam: float = 0.0,  # Threshold
-) -> Tensor:  # (K, T, 2c') with T = b M R, real parts, then imaginary
-    "Transform all columns."
-    n, H, R, M, P, cp = len(z), p.H, p.R, p.M, p.P, p.cp
-    A, _ = complex_matrices(H, p.rows, p.centred, p.dtype, p.device)
-    s = torch.empty(p.K, n * M * R, 2 * cp, dtype=p.dtype, device=p.device)
-    ys = (M * R * 2 * cp, R * 2 * cp, cp, 2 * cp, s[0].numel())
-    return line(A, z, s, lines=(n, M), M=2 * R, K=2 * H, N=p.c if p.K > 1 else cp, NO=cp, blocks=p.K, width=p.W, own_in=True,
-                MS=R, xs=(p.Q * H * P, H * P, 0, P, p.c), ys=ys, mask=mask, es=ys, lam=lam)  # fmt: skip
+) -> (
+    Launch
+):  # Takes the matrix, z (n, Q, H, P), the result (K, T, 2c') with T = n M R, and the mask, else the result again
+    "Prepare the transform of all columns: real parts, then imaginary."
+    H, R, M, P, cp = p.H, p.R, p.M, p.P, p.cp
+    xs, ys = (p.Q * H * P, H * P, 0, P, p.c), (M * R * 2 * cp, R * 2 * cp, cp, 2 * cp, n * M * R * 2 * cp)
+    return line((n, M), 2 * R, 2 * H, p.c if p.K > 1 else cp, xs, ys, NO=cp, blocks=p.K, width=p.W, own_in=True, MS=R,
+                extra="mask" if masked else "", es=ys, lam=lam)  # fmt: skip
 
 
 def columns_out(
     p: Plan,  # The call's plan
-    s: Tensor,  # (K, T, 2c')
-    o: Tensor,  # (b, Q, H, P); written
+    n: int,  # Images
     lam: float = 0.0,  # Threshold of a shrinkage on the way
-) -> Tensor:  # o
-    "Transform all columns back."
-    n, H, R, M, P, cp = len(o), p.H, p.R, p.M, p.P, p.cp
-    _, A = complex_matrices(H, p.rows, p.centred, p.dtype, p.device)
-    xs = (M * R * 2 * cp, R * 2 * cp, cp, 2 * cp, s[0].numel())
-    return line(A, s, o, lines=(n, M), M=2 * H, K=2 * R, N=p.c if p.K > 1 else cp, blocks=p.K, width=p.W, own_out=True, KS=R,
-                xs=xs, ys=(p.Q * H * P, H * P, 0, P, p.c), lam=lam, shrink=lam > 0)  # fmt: skip
+) -> Launch:  # Takes the matrix, (K, T, 2c'), and o (n, Q, H, P) twice
+    "Prepare the transform of all columns back."
+    H, R, M, P, cp = p.H, p.R, p.M, p.P, p.cp
+    xs, ys = (M * R * 2 * cp, R * 2 * cp, cp, 2 * cp, n * M * R * 2 * cp), (p.Q * H * P, H * P, 0, P, p.c)
+    return line((n, M), 2 * H, 2 * R, p.c if p.K > 1 else cp, xs, ys, blocks=p.K, width=p.W, own_out=True, KS=R, lam=lam,
+                shrink=lam > 0)  # fmt: skip
 
 
 def affine(
-    x: Tensor,  # (K, T, a)
-    w: Tensor,  # (K, a, b)
-    b: Tensor,  # (K, b)
+    x: Tensor,  # (K, T, a), or (T, a) of one block
+    w: Tensor,  # (K, a, b), or (a, b)
+    b: Tensor,  # (K, 1, b), or (b,)
+    out: Tensor | None = None,  # (K, T, b), or (T, b); written
     relu: bool = False,  # With ReLU
-) -> Tensor:  # (K, T, b)
+) -> Tensor:  # out
     "Apply one real layer to every block."
-    if x.is_cuda and len(x) == 1:  # bias and ReLU in the product's epilogue
-        return (torch._addmm_activation if relu else torch.addmm)(b[0], x[0], w[0])[None]
-    y = torch.baddbmm(b[:, None], x, w)
+    if x.dim() == 2:  # bias and ReLU in the product's epilogue
+        return (torch._addmm_activation if relu else torch.addmm)(b, x, w, out=out)
+    y = torch.baddbmm(b, x, w, out=out)
     return y.relu_() if relu else y
 
 # %% ../../nbs/21_kernels.mix.ipynb #7c86458d
 def shrink_magnitude(
-    u: Tensor,  # (K, T, 2c')
+    u: Tensor,  # (..., 2c')
     lam: float,  # Threshold
 ) -> Tensor:  # The same shape
     "Shrink magnitudes."
@@ -450,13 +467,29 @@ def shrink_magnitude(
     return torch.cat([r * s, i * s], -1).to(u.dtype)
 
 
+@functools.lru_cache(256)
+def _groups(p: Plan, lam: float) -> list[tuple]:
+    "Of some images at a time: the first and their number, launches in and out, shape of the spectrum."
+    step, groups = group(p), []
+    for b in range(0, p.B, step):
+        n = min(step, p.B - b)
+        shape = (*(() if p.K == 1 else (p.K,)), n * p.M * p.R, 2 * p.cp)
+        groups.append((b, n, columns_in(p, n), columns_out(p, n, lam if p.parts else 0.0), shape))
+    return groups
+
+
 def _mix_in_steps(p: Plan, z: Tensor, o: Tensor, w: tuple[Tensor, ...], lam: float) -> Tensor:
     "Mix a spectrum by separate products."
-    w1, b1, w2, b2 = w
-    step = group(p)
-    for b in range(0, p.B, step):
-        u = affine(affine(columns_in(p, z[b : b + step]), w1, b1, relu=True), w2, b2)
+    (w1, b1, w2, b2), (into, back) = w, whole_columns(p)
+    for b, n, launch_in, launch_out, shape in _groups(p, lam):
+        zs, os = (z, o) if n == p.B else (z[b : b + n], o[b : b + n])
+        u = z.new_empty(shape)
+        launch_in(into, zs, u, u)
+        h = affine(u, w1, b1, relu=True)
+        affine(h, w2, b2, out=u)
+        del h
         if not p.parts:
             u = shrink_magnitude(u, lam)
-        columns_out(p, u, o[b : b + step], lam if p.parts else 0.0)
+        launch_out(back, u, os, os)
+        del u  # before the next group takes memory
     return o

@@ -1,0 +1,129 @@
+"""The kernels for Hopper: compiled for it wherever there is Triton, compared with the plain kernels where there is one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from afno.kernels import hopper
+from afno.kernels.backward import mix_gradients
+from afno.kernels.layer import make_plan
+from afno.kernels.mix import Plan, mix_spectrum, real_weights
+from afno.spectral import row_indices
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+COMPILE = """
+import re, subprocess, sys, tempfile, triton
+from pathlib import Path
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from afno.kernels.hopper import Tile, back_kernel, mix_kernel
+
+tile = Tile(*eval(sys.argv[1]))
+for kernel in (mix_kernel, back_kernel):
+    def kind(n):
+        return "constexpr" if n == "G" else "fp32" if n == "lam" else "*fp32" if n in ("B1", "B2", "TW") else \
+        "i32" if n in ("cols", "W", "H", "Q", "K", "total", "first", "R", "groups") else "*bf16"
+    names = kernel.arg_names
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if kind(n)[0] == "*"}
+    source = GluonASTSource(kernel, {n: kind(n) for n in names}, {(names.index("G"),): tile}, aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": tile.NW})
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "k.ptx").write_text(made.asm["ptx"])
+        said = subprocess.run([tools / "ptxas", "-v", "--gpu-name=sm_90a", "k.ptx", "-o", "k"], cwd=folder, capture_output=True, text=True)
+    said = said.stdout + said.stderr
+    spilled = int(re.search(r"(\\d+) bytes spill stores", said)[1])
+    print(kernel.__name__, made.metadata.shared, spilled, "serialized" in said)
+"""
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [
+        (768, 96, 96, 0, 64, 1, 1, 3, 3, 4, True),
+        (192, 48, 96, 2, 64, 4, 1, 2, 3, 4, True),
+        (96, 96, 96, 0, 128, 1, 2, 3, 3, 8, True),
+    ],
+)
+def test_compiles_for_hopper(tile):
+    pytest.importorskip("triton")
+    if hopper.gluon is None:
+        pytest.skip("this Triton has no Gluon")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", COMPILE, repr(tile)], capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr[-2000:]
+    for line in run.stdout.splitlines():
+        name, shared, spilled, serialized = line.split()
+        assert int(shared) <= 232448, f"{name} needs {shared} bytes of shared memory, a multiprocessor has 232,448"
+        assert int(spilled) <= 128, f"{name} spills {spilled} bytes of registers"
+        assert serialized == "False", f"{name}: the assembler puts its products one after another"
+
+
+def test_tiles():
+    def plan(H, C, K, hidden=0, centred=False, parts=True):
+        size, cpu = torch.Size((2, H, 8, C)), torch.device("cpu")
+        return make_plan(size, torch.float16, cpu, K, hidden or C // K, H, 5, "ortho", centred, parts)
+
+    def tile(*sizes, **settings):
+        return hopper.tile_of(plan(*sizes, **settings))
+
+    assert hopper.serves(plan(56, 768, 8)) is None  # no GPU
+    assert (tile(56, 768, 8).P, tile(56, 768, 8).N, tile(56, 768, 8).NW) == (64, 1, 4)
+    assert (tile(14, 768, 8).N, tile(16, 768, 8).N, tile(30, 768, 8).N, tile(90, 768, 8).P) == (4, 4, 2, 128)
+    assert (
+        tile(56, 768, 8).mode,
+        tile(64, 768, 8).mode,
+        tile(63, 768, 8).mode,
+        tile(64, 768, 8, centred=True).mode,
+    ) == (0, 2, 0, 1)
+    assert (
+        tile(56, 384, 16) is None
+        and tile(56, 750, 1) is None
+        and tile(129, 768, 8) is None
+        and tile(516, 768, 8) is None
+    )
+    assert (tile(256, 768, 8).F, tile(180, 768, 8).F, tile(360, 768, 8).F, tile(128, 768, 8).F) == (2, 2, 4, 1)
+    assert tile(256, 768, 8, centred=True) is None
+    assert tile(56, 768, 8, parts=False) is None
+
+
+def compare(B, H, W, C, K, rows=0, cols=0, centred=False, threshold=0.01, hidden=0, dtype=torch.bfloat16):
+    "Give the largest relative difference of plain kernels and these, over the mixed spectrum and all gradients."
+    torch.manual_seed(0)
+    rows, cols, c, d = rows or H, cols or W // 2 + 1, C // K, hidden or C // K
+    given = (torch.Size((B, H, W, C)), dtype, torch.device("cuda", 0), K, d)
+    p = make_plan(*given, rows, cols, "ortho", centred, True)
+    q = Plan(*given, row_indices(H, rows), cols, "ortho", centred, True)
+    assert p.tile
+    weights = tuple((0.02 * torch.randn(*s)).cuda() for s in ((2, K, c, d), (2, K, d), (2, K, d, c), (2, K, c)))
+    z, g = (torch.randn(B, p.Q, H, p.P, device="cuda").to(dtype) for _ in range(2))
+    room, gz = torch.empty(B, H, W, C, device="cuda", dtype=dtype), g.clone()
+    w, v = real_weights(p, *weights), real_weights(q, *weights)
+    found = [hopper.mix_spectrum(p, z, torch.zeros_like(z), w, threshold)]
+    found += hopper.mix_gradients(p, z, g.clone(), w, threshold, weights, room)
+    plain = [mix_spectrum(q, z, torch.zeros_like(z), v, threshold)]
+    plain += [gz, *mix_gradients(q, z, gz, v, threshold, weights, room)]
+    return max(((a.float() - b.float()).norm() / a.float().norm().clamp_min(1e-9)).item() for a, b in zip(plain, found))
+
+
+CASES = [
+    dict(B=2, H=56, W=56, C=768, K=8), dict(B=9, H=56, W=56, C=768, K=8), dict(B=3, H=90, W=180, C=192, K=2),
+    dict(B=3, H=33, W=47, C=192, K=3, centred=True), dict(B=3, H=64, W=64, C=180, K=2, threshold=0.0),
+    dict(B=3, H=31, W=40, C=192, K=3, threshold=0.0, dtype=torch.float16), dict(B=1, H=128, W=20, C=96, K=1),
+    dict(B=2, H=90, W=18, C=192, K=2, rows=45, cols=4), dict(B=2, H=30, W=34, C=192, K=4, hidden=96),
+    dict(B=5, H=14, W=14, C=768, K=8), dict(B=3, H=16, W=16, C=192, K=2), dict(B=3, H=15, W=9, C=192, K=2, centred=True),
+    dict(B=3, H=5, W=3, C=192, K=2), dict(B=1, H=1, W=1, C=96, K=1), dict(B=7, H=28, W=28, C=384, K=8, rows=9, cols=7),
+    dict(B=2, H=256, W=24, C=192, K=2), dict(B=1, H=180, W=16, C=96, K=2), dict(B=3, H=512, W=6, C=96, K=1),
+    dict(B=1, H=360, W=10, C=192, K=2, threshold=0.0),
+]  # fmt: skip
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not ON_HOPPER, reason="needs an H100 or H200")
+@pytest.mark.parametrize("case", CASES)
+def test_same_as_plain_kernels(case):
+    assert compare(**case) < 5e-3  # biases: sums of rounded numbers against sums of float32
