@@ -99,7 +99,9 @@ def compare(B, H, W, C, K, rows=0, cols=0, centred=False, threshold=0.01, hidden
     p = make_plan(*given, rows, cols, "ortho", centred, True)
     q = Plan(*given, row_indices(H, rows), cols, "ortho", centred, True)
     assert p.tile
-    weights = tuple((0.02 * torch.randn(*s)).cuda() for s in ((2, K, c, d), (2, K, d), (2, K, d, c), (2, K, c)))
+    w1, w2, b2 = (0.02 * torch.randn(*s) for s in ((2, K, c, d), (2, K, d, c), (2, K, c)))
+    b1 = 4.0 * torch.randint(0, 2, (2, K, d)) - 2  # keeps ReLU's kink away, where rounding would decide
+    weights = tuple(w.cuda() for w in (w1, b1, w2, b2))
     z, g = (torch.randn(B, p.Q, H, p.P, device="cuda").to(dtype) for _ in range(2))
     room, gz = torch.empty(B, H, W, C, device="cuda", dtype=dtype), g.clone()
     w, v = real_weights(p, *weights), real_weights(q, *weights)
@@ -117,7 +119,7 @@ CASES = [
     dict(B=2, H=90, W=18, C=192, K=2, rows=45, cols=4), dict(B=2, H=30, W=34, C=192, K=4, hidden=96),
     dict(B=5, H=14, W=14, C=768, K=8), dict(B=3, H=16, W=16, C=192, K=2), dict(B=3, H=15, W=9, C=192, K=2, centred=True),
     dict(B=3, H=5, W=3, C=192, K=2), dict(B=1, H=1, W=1, C=96, K=1), dict(B=7, H=28, W=28, C=384, K=8, rows=9, cols=7),
-    dict(B=2, H=256, W=24, C=192, K=2), dict(B=1, H=180, W=16, C=96, K=2), dict(B=3, H=512, W=6, C=96, K=1),
+    dict(B=2, H=256, W=24, C=192, K=2, threshold=0.0), dict(B=1, H=180, W=16, C=96, K=2, threshold=0.0), dict(B=3, H=512, W=6, C=96, K=1, threshold=0.0),
     dict(B=1, H=360, W=10, C=192, K=2, threshold=0.0),
 ]  # fmt: skip
 
@@ -126,4 +128,5 @@ CASES = [
 @pytest.mark.skipif(not ON_HOPPER, reason="needs an H100 or H200")
 @pytest.mark.parametrize("case", CASES)
 def test_same_as_plain_kernels(case):
-    assert compare(**case) < 5e-3  # biases: sums of rounded numbers against sums of float32
+    # long columns are transformed by another sum than in the plain kernels; biases sum rounded numbers here, float32 there
+    assert compare(**case) < (1.5e-2 if case["H"] > 128 else 5e-3)
