@@ -288,6 +288,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'afno.kernels.hopper.mix_worker': ('kernels.hopper.html#mix_worker', 'afno/kernels/hopper.py'),
                                      'afno.kernels.hopper.operand': ('kernels.hopper.html#operand', 'afno/kernels/hopper.py'),
                                      'afno.kernels.hopper.pair_matrix': ('kernels.hopper.html#pair_matrix', 'afno/kernels/hopper.py'),
+                                     'afno.kernels.hopper.pending': ('kernels.hopper.html#pending', 'afno/kernels/hopper.py'),
                                      'afno.kernels.hopper.place': ('kernels.hopper.html#place', 'afno/kernels/hopper.py'),
                                      'afno.kernels.hopper.put_back': ('kernels.hopper.html#put_back', 'afno/kernels/hopper.py'),
                                      'afno.kernels.hopper.put_pairs': ('kernels.hopper.html#put_pairs', 'afno/kernels/hopper.py'),

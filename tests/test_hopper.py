@@ -119,7 +119,7 @@ CASES = [
     dict(B=2, H=90, W=18, C=192, K=2, rows=45, cols=4), dict(B=2, H=30, W=34, C=192, K=4, hidden=96),
     dict(B=5, H=14, W=14, C=768, K=8), dict(B=3, H=16, W=16, C=192, K=2), dict(B=3, H=15, W=9, C=192, K=2, centred=True),
     dict(B=3, H=5, W=3, C=192, K=2), dict(B=1, H=1, W=1, C=96, K=1), dict(B=7, H=28, W=28, C=384, K=8, rows=9, cols=7),
-    dict(B=2, H=256, W=24, C=192, K=2, threshold=0.0), dict(B=1, H=180, W=16, C=96, K=2, threshold=0.0), dict(B=3, H=512, W=6, C=96, K=1, threshold=0.0),
+    dict(B=2, H=256, W=24, C=192, K=2, threshold=1e-6), dict(B=1, H=180, W=16, C=96, K=2, threshold=0.0), dict(B=3, H=512, W=6, C=96, K=1, threshold=1e-6),
     dict(B=1, H=360, W=10, C=192, K=2, threshold=0.0),
 ]  # fmt: skip
 

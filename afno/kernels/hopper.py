@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['gluon_jit', 'gluon_constant', 'Tile', 'tile_of', 'serves', 'pair_matrix', 'twiddles', 'place', 'reflect', 'by_row',
-           'loads', 'wide', 'cores', 'operand', 'rotated', 'fetch', 'fetch_all', 'put_pairs', 'bring', 'unpair',
-           'stage', 'turned_back', 'store_pairs', 'put_back', 'columns', 'layer', 'bias_row', 'shrink', 'mix_worker',
-           'weight_tile', 'fill', 'resident', 'stages', 'mix_kernel', 'held', 'kept', 'keep_rows', 'read_rows',
-           'keep_ones', 'again', 'upper', 'lower', 'back_worker', 'back_kernel', 'spot', 'gather', 'gather_kernel',
-           'mix_spectrum', 'mix_gradients']
+           'loads', 'wide', 'cores', 'pending', 'operand', 'rotated', 'fetch', 'fetch_all', 'put_pairs', 'bring',
+           'unpair', 'stage', 'turned_back', 'store_pairs', 'put_back', 'columns', 'layer', 'bias_row', 'shrink',
+           'mix_worker', 'weight_tile', 'fill', 'resident', 'stages', 'mix_kernel', 'held', 'kept', 'keep_rows',
+           'read_rows', 'keep_ones', 'again', 'upper', 'lower', 'back_worker', 'back_kernel', 'spot', 'gather',
+           'gather_kernel', 'mix_spectrum', 'mix_gradients']
 
 # %% ../../nbs/25_kernels.hopper.ipynb #830727c0
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportFunctionMemberAccess=false, reportPossiblyUnboundVariable=false, reportReturnType=false, reportInvalidTypeArguments=false
@@ -85,7 +85,7 @@ def serves(
     p: Plan,  # The call's plan
 ) -> Tile | None:  # How; None: not at all
     "Say whether these kernels serve a call: on Hopper, with Gluon."
-    able = gluon is not None and not INTERPRET and p.device.type == "cuda"
+    able = gluon is not None and not INTERPRET and p.device.type == "cuda" and p.dtype.itemsize == 2
     return tile_of(p) if able and torch.cuda.get_device_capability(p.device)[0] == 9 else None
 
 # %% ../../nbs/25_kernels.hopper.ipynb #0643c919
@@ -174,6 +174,12 @@ def wide(G):
 def cores(G):
     "How tensor cores hold a tile (P, 64)."
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[G.NW, 1], instr_shape=[16, 64, 16])
+
+
+@gluon_constant
+def pending(G, n):
+    "How many products may still run when shared memory they read is written next: two warpgroups do not see each other's."
+    return n if G.NW == 4 else 0
 
 
 @gluon_constant
@@ -382,7 +388,7 @@ def put_back(Y, TW, st, accs, t, f, first, total, cols, W, H, Q, k, zero, G: gl.
     PR: gl.constexpr = G.P // 2
     if F > 1:
         for j in gl.static_range(NC):
-            pr, pi, qr, qi = unpair(warpgroup_mma_wait(NC - 1 - j, deps=(accs[j],)), G)
+            pr, pi, qr, qi = unpair(warpgroup_mma_wait(pending(G, NC - 1 - j), deps=(accs[j],)), G)
             h = gl.arange(0, PR, gl.SliceLayout(1, pr.type.layout))
             mirror, _ok = reflect(h, H // F, G.mode)
             for s in gl.static_range(F):
@@ -392,7 +398,7 @@ def put_back(Y, TW, st, accs, t, f, first, total, cols, W, H, Q, k, zero, G: gl.
                 store_pairs(Y, st[j].index(zero), t, f, s, first, total, cols, W, H, Q, k, j, G)
     else:
         for j in gl.static_range(NC):
-            pr, pi, qr, qi = unpair(warpgroup_mma_wait(NC - 1 - j, deps=(accs[j],)), G)
+            pr, pi, qr, qi = unpair(warpgroup_mma_wait(pending(G, NC - 1 - j), deps=(accs[j],)), G)
             stage(st[j].index(zero), pr, pi, qr, qi, G)
         for j in gl.static_range(NC):
             store_pairs(Y, st[j].index(zero), t, f, 0, first, total, cols, W, H, Q, k, j, G)
@@ -663,7 +669,7 @@ def upper(B2, SU, lam, w2s, a_s, st, h, K, k, t, f, total, R, dt: gl.constexpr, 
     accs = columns(a_s.index(zero), st, zero, False, G)
     g = ()
     for j in gl.static_range(NC):
-        v = warpgroup_mma_wait(NC - 1 - j, deps=(accs[j],)).to(dt)
+        v = warpgroup_mma_wait(pending(G, NC - 1 - j), deps=(accs[j],)).to(dt)
         if shrinks:
             st[j].index(zero).store(v)  # until the mask is known: registers are too few to hold it
         else:
