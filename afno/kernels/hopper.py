@@ -75,9 +75,7 @@ def tile_of(
     H = p.H // F
     rows = next(n for n in (8, 16, 32, 64) if 2 * n >= H)  # pairs of a column
     mode = 1 if p.centred else 0 if H // 2 + 1 <= rows or H % 2 else 2
-    P, N = max(2 * rows, 64), max(32 // rows, 1)
-    if F > 1:
-        P, N = 128, 1
+    P, N = max(2 * rows, 64), max(32 // rows, 1)  # 128 and 1 where columns are long
     return Tile(p.P, p.c, p.d, mode, P, N, F, cdiv(p.c, 32), cdiv(p.d, 32), P // 16, False)
 
 

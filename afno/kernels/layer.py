@@ -34,7 +34,7 @@ def make_plan(
     "Make the plan of all calls of this kind."
     p = Plan(shape, dtype, device, blocks, hidden, row_indices(shape[1], rows), cols, norm, centred, parts)
     p.tile = hopper.serves(p)
-    p.fused = p.fused or p.tile is not None
+    p.fused = p.fused or p.tile is not None  # weights come in the fused kernels' form; the plain ones are not called
     return p
 
 
