@@ -9,8 +9,9 @@ import torch
 
 from afno.kernels import hopper
 from afno.kernels.backward import mix_gradients
-from afno.kernels.layer import make_plan
+from afno.kernels.divide import divided
 from afno.kernels.mix import Plan, mix_spectrum, real_weights
+from afno.kernels.rows import slot_matrices
 from afno.spectral import row_indices
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -21,16 +22,20 @@ from pathlib import Path
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from afno.kernels.hopper import Tile, back_kernel, mix_kernel
+from afno.kernels.rows import Rows, in_kernel, out_kernel
 
-tile = Tile(*eval(sys.argv[1]))
-for kernel in (mix_kernel, back_kernel):
+given = eval(sys.argv[1])
+rows = len(given) == 9
+tile = Rows(*given) if rows else Tile(*given)
+warps = tile.warps if rows else tile.NW
+for kernel in (in_kernel, out_kernel) if rows else (mix_kernel, back_kernel):
     def kind(n):
         return "constexpr" if n == "G" else "fp32" if n == "lam" else "*fp32" if n in ("B1", "B2", "TW") else \
-        "i32" if n in ("cols", "W", "H", "Q", "K", "total", "first", "R", "groups") else "*bf16"
+        "*bf16" if n in "A Z Y X E GZ W1 W2 SZ SH SE SU".split() else "i32"
     names = kernel.arg_names
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if kind(n)[0] == "*"}
     source = GluonASTSource(kernel, {n: kind(n) for n in names}, {(names.index("G"),): tile}, aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": tile.NW})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "k.ptx").write_text(made.asm["ptx"])
@@ -44,10 +49,14 @@ for kernel in (mix_kernel, back_kernel):
 @pytest.mark.parametrize(
     "tile",
     [
-        (768, 96, 96, 0, 64, 1, 1, 3, 3, 4, True),
-        (192, 48, 96, 2, 64, 4, 1, 2, 3, 4, True),
-        (96, 96, 96, 0, 128, 1, 2, 3, 3, 8, True),
+        (768, 96, 96, 0, 64, 1, 1, 1, 3, 3, 4, True),
+        (192, 48, 96, 2, 64, 4, 1, 1, 2, 3, 4, True),
+        (96, 96, 96, 2, 128, 1, 2, 2, 3, 3, 8, True),
+        (1, 64, 64, 1, 1, True, True, (16, 16), False),
+        (2, 32, 64, 3, 3, True, True, (16, 16), True),
+        (4, 16, 128, 2, 2, True, False, (2, 1), False),
     ],
+    ids=lambda t: ("tiles" if len(t) > 9 else "rows") + str(t).replace(" ", ""),
 )
 def test_compiles_for_hopper(tile):
     pytest.importorskip("triton")
@@ -66,7 +75,7 @@ def test_compiles_for_hopper(tile):
 def test_tiles():
     def plan(H, C, K, hidden=0, centred=False, parts=True):
         size, cpu = torch.Size((2, H, 8, C)), torch.device("cpu")
-        return make_plan(size, torch.float16, cpu, K, hidden or C // K, H, 5, "ortho", centred, parts)
+        return Plan(size, torch.float16, cpu, K, hidden or C // K, row_indices(H, H), 5, "ortho", centred, parts)
 
     def tile(*sizes, **settings):
         return hopper.tile_of(plan(*sizes, **settings))
@@ -74,21 +83,41 @@ def test_tiles():
     assert hopper.serves(plan(56, 768, 8)) is None  # no GPU
     assert (tile(56, 768, 8).P, tile(56, 768, 8).N, tile(56, 768, 8).NW) == (64, 1, 4)
     assert (tile(14, 768, 8).N, tile(16, 768, 8).N, tile(30, 768, 8).N, tile(90, 768, 8).P) == (4, 4, 2, 128)
-    assert (
-        tile(56, 768, 8).mode,
-        tile(64, 768, 8).mode,
-        tile(63, 768, 8).mode,
-        tile(64, 768, 8, centred=True).mode,
-    ) == (0, 2, 0, 1)
-    assert (
-        tile(56, 384, 16) is None
-        and tile(56, 750, 1) is None
-        and tile(129, 768, 8) is None
-        and tile(516, 768, 8) is None
-    )
-    assert (tile(256, 768, 8).F, tile(180, 768, 8).F, tile(360, 768, 8).F, tile(128, 768, 8).F) == (2, 2, 4, 1)
-    assert tile(256, 768, 8, centred=True) is None
+    assert [tile(h, 768, 8).mode for h in (56, 64, 63)] == [0, 2, 0] and tile(64, 768, 8, centred=True).mode == 1
+    assert tile(56, 384, 16) is None and tile(56, 750, 1) is None and tile(129, 768, 8) is None
     assert tile(56, 768, 8, parts=False) is None
+
+
+@pytest.mark.parametrize("H, R, F", [(256, 256, 2), (256, 129, 2), (252, 21, 4), (180, 90, 4)])
+def test_parts_of_a_column_keep_its_rows(H, R, F):
+    size, cpu = torch.Size((2, H, 8, 96)), torch.device("cpu")
+    p = divided(Plan(size, torch.float16, cpu, 1, 96, row_indices(H, R), 5, "ortho", False, True), F)
+    found = sorted(f + F * r for f, rows in enumerate(p.kept) for r in rows)
+    assert found == sorted(row_indices(H, R)) and p.R == max(map(len, p.kept)) and p.B == 2 * F
+    t = hopper.tile_of(p)
+    assert t.F == F and t.A == (F if R < H else 1) and hopper.pair_matrix(p, t).shape == (t.A, t.P, t.P)
+
+
+@pytest.mark.parametrize("W, cols", [(7, 4), (10, 6), (66, 34), (66, 20), (1, 1), (2, 2), (256, 129)])
+@pytest.mark.parametrize("F", [1, 2])
+def test_row_matrices_in_the_order_of_the_kernels(W, cols, F):
+    "Tensor cores multiply by them as they stand: 8 real parts, 8 imaginary parts."
+    p = Plan(torch.Size((1, 2, W, 8)), torch.float64, torch.device("cpu"), 1, 8, (0, 1), cols, "ortho", False, True)
+    into, back = slot_matrices(p, F)[:2]
+    x, slots = torch.randn(W, dtype=torch.float64), p.Q // 2 + p.Q % 2
+    y = (into[:, :W] @ x).view(-1, 2, 8)
+    re, im = y[:, 0].flatten()[:slots], y[:, 1].flatten()[:slots]
+    right = torch.fft.rfft(x, norm="ortho")[:cols]
+    assert torch.allclose(re, right.real[:slots]) and torch.allclose(im[1:], right.imag[1:slots])
+    pole = 2 * (cols - 1) == W
+    assert not pole or torch.allclose(im[:1], right.real[-1:])
+    if cols == W // 2 + 1:
+        given = torch.zeros(back.shape[1] // 16, 2, 8, dtype=torch.float64)
+        for m in range(slots):
+            given[m // 8, :, m % 8] = torch.view_as_real(right)[m] * torch.tensor([1.0, m > 0])
+        if pole:
+            given[-1 if F > 1 else 0, 0 if F > 1 else 1, 0] = right.real[-1]
+        assert torch.allclose((back @ given.flatten())[:W], x)
 
 
 def compare(B, H, W, C, K, rows=0, cols=0, centred=False, threshold=0.01, hidden=0, dtype=torch.bfloat16):
@@ -96,8 +125,8 @@ def compare(B, H, W, C, K, rows=0, cols=0, centred=False, threshold=0.01, hidden
     torch.manual_seed(0)
     rows, cols, c, d = rows or H, cols or W // 2 + 1, C // K, hidden or C // K
     given = (torch.Size((B, H, W, C)), dtype, torch.device("cuda", 0), K, d)
-    p = make_plan(*given, rows, cols, "ortho", centred, True)
-    q = Plan(*given, row_indices(H, rows), cols, "ortho", centred, True)
+    p, q = (Plan(*given, row_indices(H, rows), cols, "ortho", centred, True) for _ in range(2))
+    p.tile = hopper.serves(p)
     assert p.tile
     w1, w2, b2 = (0.02 * torch.randn(*s) for s in ((2, K, c, d), (2, K, d, c), (2, K, c)))
     b1 = 4.0 * torch.randint(0, 2, (2, K, d)) - 2  # keeps ReLU's kink away, where rounding would decide
@@ -106,7 +135,8 @@ def compare(B, H, W, C, K, rows=0, cols=0, centred=False, threshold=0.01, hidden
     room, gz = torch.empty(B, H, W, C, device="cuda", dtype=dtype), g.clone()
     w, v = real_weights(p, *weights), real_weights(q, *weights)
     found = [hopper.mix_spectrum(p, z, torch.zeros_like(z), w, threshold)]
-    found += hopper.mix_gradients(p, z, g.clone(), w, threshold, weights, room)
+    own = g.clone()
+    found += [own, *hopper.mix_gradients(p, z, own, w, threshold, weights, room)]
     plain = [mix_spectrum(q, z, torch.zeros_like(z), v, threshold)]
     plain += [gz, *mix_gradients(q, z, gz, v, threshold, weights, room)]
     return max(((a.float() - b.float()).norm() / a.float().norm().clamp_min(1e-9)).item() for a, b in zip(plain, found))
@@ -119,8 +149,6 @@ CASES = [
     dict(B=2, H=90, W=18, C=192, K=2, rows=45, cols=4), dict(B=2, H=30, W=34, C=192, K=4, hidden=96),
     dict(B=5, H=14, W=14, C=768, K=8), dict(B=3, H=16, W=16, C=192, K=2), dict(B=3, H=15, W=9, C=192, K=2, centred=True),
     dict(B=3, H=5, W=3, C=192, K=2), dict(B=1, H=1, W=1, C=96, K=1), dict(B=7, H=28, W=28, C=384, K=8, rows=9, cols=7),
-    dict(B=2, H=256, W=24, C=192, K=2, threshold=1e-6), dict(B=1, H=180, W=16, C=96, K=2, threshold=0.0), dict(B=3, H=512, W=6, C=96, K=1, threshold=1e-6),
-    dict(B=1, H=360, W=10, C=192, K=2, threshold=0.0),
 ]  # fmt: skip
 
 
@@ -128,5 +156,4 @@ CASES = [
 @pytest.mark.skipif(not ON_HOPPER, reason="needs an H100 or H200")
 @pytest.mark.parametrize("case", CASES)
 def test_same_as_plain_kernels(case):
-    # long columns are transformed by another sum than in the plain kernels; biases sum rounded numbers here, float32 there
-    assert compare(**case) < (1.5e-2 if case["H"] > 128 else 5e-3)
+    assert compare(**case) < 5e-3  # biases sum rounded numbers here, float32 there

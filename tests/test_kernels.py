@@ -97,6 +97,33 @@ def test_output_and_every_gradient(case, how, monkeypatch):
 
 
 @interpreted
+@pytest.mark.parametrize("how", ["one pass", "in steps"])
+@pytest.mark.parametrize(
+    "case, F",
+    [
+        ("even", 2),
+        ("even", 4),
+        ("tall", 3),
+        ("magnitude", 3),
+        ("wide hidden layer", 2),
+        ("no skip", 5),
+        ("many rows", 3),
+    ],
+)
+def test_divided_columns(case, F, how, monkeypatch):
+    sizes, _, settings = CASES[case]
+    make_plan.cache_clear()
+    monkeypatch.setattr("afno.kernels.layer.division", lambda *_: (F, False))
+    if how == "in steps":
+        made = Plan.prepare
+        monkeypatch.setattr(Plan, "prepare", lambda self: (made(self), setattr(self, "fused", False))[0])
+    x, weights, out = values(*sizes)
+    errors = compare(x, weights, out, keep_modes(sizes[1:3]), *settings)
+    make_plan.cache_clear()
+    assert max(errors) < 1e-5, errors
+
+
+@interpreted
 def test_little_room_takes_several_launches(monkeypatch):
     p = Plan(torch.Size((3, 4, 4, 8)), torch.float32, torch.device("cpu"), 2, 4, (0, 1, 2, 3), 3, "ortho", False, True)
     assert len(_steps(p, 0.0)[2]) == 1
@@ -293,6 +320,19 @@ def test_mixer_takes_the_kernels_under_autocast_and_gives_its_type_back():
         ((3, 56, 56, 750, 1), None),
         ((2, 13, 29, 440, 5), (7, 5)),
         ((1, 1, 1, 768, 8), None),
+        ((2, 256, 256, 192, 2), None),
+        ((2, 256, 40, 192, 2), 0.25),
+        ((1, 252, 30, 192, 2), (21, 7)),
+        ((2, 100, 24, 192, 2), 0.4),
+        ((2, 130, 60, 416, 1), None),
+        ((1, 512, 60, 192, 2), None),
+        ((1, 512, 300, 192, 2), 0.3),
+        ((1, 320, 320, 192, 2), None),
+        ((1, 256, 512, 208, 1), None),
+        ((1, 720, 1440, 96, 1), None),
+        ((2, 256, 256, 96, 4), None),
+        ((2, 97, 60, 192, 2), None),
+        ((2, 256, 64, 90, 1), None),
     ],
     ids=str,
 )

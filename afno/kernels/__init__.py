@@ -102,10 +102,13 @@ _LIBRARY.impl("mix_backward", _mix_backward, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("afno::mix", lib=_LIBRARY)
 def _(x, w1, b1, w2, b2, rows, cols, norm, centred, threshold, shrinkage, add_input, save):
-    B, H, W, C = x.shape
-    return x.new_empty(B, H, W, C), x.new_empty(
-        (B, packed(W, cols), H, -(-C // 8) * 8) if save else (0,)
-    )  # channels padded to 8
+    from afno.kernels.layer import division_of, spectrum_shape
+
+    if not save:
+        return x.new_empty(x.shape), x.new_empty(0)
+    size, parts = max(w1.shape[2:]), shrinkage == "parts" or threshold == 0
+    F, _ = division_of(x.shape, x.dtype, x.device, size, rows, parts)
+    return x.new_empty(x.shape), x.new_empty(spectrum_shape(x.shape, cols, F))
 
 
 @torch.library.register_fake("afno::mix_backward", lib=_LIBRARY)

@@ -292,7 +292,7 @@ def _steps(
     steps = []
     for b in range(0, p.B, step):
         now = min(step, p.B - b)
-        launch = Launch(back_kernel, now * p.M * K, lam, now * p.M, b * p.M, p.M, p.W, p.H, p.Q, folded(p.H, p.centred), p.R, K,
+        launch = Launch(back_kernel, now * p.M * K, lam, now * p.M, b * p.M, p.M, p.W * (p.F == 1), p.H, p.Q, folded(p.H, p.centred), p.R, K,
                         **p.known, SHRINKS=lam > 0, **p.config)  # fmt: skip
         apart, T = rows * wide * now if equal else size, rows * now // (K * S)
         batch = [K * S * (2 if equal and i in (0, 2) else 1) for i in range(4)]

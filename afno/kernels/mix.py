@@ -181,10 +181,11 @@ def weight(W, n_in: tl.constexpr, n_out: tl.constexpr, i, o, S: tl.constexpr):
 
 @jit()
 def place(t, cols, W, Q, part, start):
-    "Say whether column t of all images is its own mirror image, and where it begins."
+    "Say whether column t of all images is its own mirror image, and where it begins. W = 0: no column is, long ones were divided."
     m = t % cols
-    own = ((m == 0) | (2 * m == W)).to(tl.int32)
-    return own, ((t // cols).to(tl.int64) * Q + tl.maximum(2 * m - 1, 0)) * part + start
+    own = ((W > 0) & ((m == 0) | (2 * m == W))).to(tl.int32)
+    q = tl.where(W > 0, tl.maximum(2 * m - 1, 0), 2 * m)
+    return own, ((t // cols).to(tl.int64) * Q + q) * part + start
 
 
 @jit()
@@ -319,23 +320,28 @@ class Plan:
         self.B, self.H, self.W, self.C = shape
         self.K, self.c, self.d, self.R, self.M = blocks, self.C // blocks, hidden, len(rows), cols
         self.rows, self.dtype, self.device, self.centred, self.parts = tuple(rows), dtype, device, centred, parts
+        self.F, self.kept = 1, (self.rows,)  # parts into which columns were divided, and their kept rows
         self.tile: NamedTuple | None = None  # how the kernels for Hopper serve it, if they do
         self.Q, self.P = packed(self.W, cols), cdiv(self.C, 8) * 8
         self.cp, self.dp = cdiv(self.c, 8) * 8, cdiv(hidden, 8) * 8
         scale = {"ortho": 1.0, "forward": self.H**-0.5, "backward": self.H**0.5}[norm]  # columns are orthonormal
         given = (self.W, cols, norm, centred, dtype, device, scale)
         self.forward, self.inverse, self.inverse_t, self.forward_t = line_matrices(*given)
-        self.fused = parts and max(self.H, self.R) <= 128 and max(self.c, self.d) <= 96
+        self.prepare()
+
+    def prepare(self) -> None:
+        "Choose how columns are mixed."
+        self.fused = self.parts and max(self.H, self.R) <= 128 and max(self.c, self.d) <= 96
         if self.fused:
             least = 16 if INTERPRET else 64  # the tensor cores' smallest tile
             RP, HP = (max(least, 1 << (n - 1).bit_length()) for n in (self.R, self.H))
-            self.columns = column_matrices(self.H, self.rows, centred, dtype, device, RP, HP)
+            self.columns = column_matrices(self.H, self.rows, self.centred, self.dtype, self.device, RP, HP)
             HS, S = pieces(self.H, min(HP, 64)), 16 if INTERPRET and max(self.c, self.d) <= 16 else 32
             known = {
                 "C": self.P,
                 "c": self.c,
                 "d": self.d,
-                "CENTRED": centred,
+                "CENTRED": self.centred,
                 "RP": RP,
                 "HP": HP,
                 "HS": HS,
@@ -380,7 +386,7 @@ def real_weights(
 @functools.lru_cache(256)
 def _mix(p: Plan, lam: float) -> Launch:
     "Launch of `mix_spectrum`."
-    return Launch(mix_kernel, p.B * p.M * p.K, lam, p.M, p.W, p.H, p.Q, folded(p.H, p.centred), p.K, **p.known,
+    return Launch(mix_kernel, p.B * p.M * p.K, lam, p.M, p.W * (p.F == 1), p.H, p.Q, folded(p.H, p.centred), p.K, **p.known,
                   SHRINKS=lam > 0, **p.config)  # fmt: skip
 
 
@@ -426,8 +432,9 @@ def columns_in(
 ):  # Takes the matrix, z (n, Q, H, P), the result (K, T, 2c') with T = n M R, and the mask, else the result again
     "Prepare the transform of all columns: real parts, then imaginary."
     H, R, M, P, cp = p.H, p.R, p.M, p.P, p.cp
-    xs, ys = (p.Q * H * P, H * P, 0, P, p.c), (M * R * 2 * cp, R * 2 * cp, cp, 2 * cp, n * M * R * 2 * cp)
-    return line((n, M), 2 * R, 2 * H, p.c if p.K > 1 else cp, xs, ys, NO=cp, blocks=p.K, width=p.W, own_in=True, MS=R,
+    first, packs = (H * P, True) if p.F == 1 else (2 * H * P, False)  # a column's place
+    xs, ys = (p.Q * H * P, first, 0, P, p.c), (M * R * 2 * cp, R * 2 * cp, cp, 2 * cp, n * M * R * 2 * cp)
+    return line((n, M), 2 * R, 2 * H, p.c if p.K > 1 else cp, xs, ys, NO=cp, blocks=p.K, width=p.W, own_in=packs, MS=R,
                 extra="mask" if masked else "", es=ys, lam=lam)  # fmt: skip
 
 
@@ -438,8 +445,9 @@ def columns_out(
 ) -> Launch:  # Takes the matrix, (K, T, 2c'), and o (n, Q, H, P) twice
     "Prepare the transform of all columns back."
     H, R, M, P, cp = p.H, p.R, p.M, p.P, p.cp
-    xs, ys = (M * R * 2 * cp, R * 2 * cp, cp, 2 * cp, n * M * R * 2 * cp), (p.Q * H * P, H * P, 0, P, p.c)
-    return line((n, M), 2 * H, 2 * R, p.c if p.K > 1 else cp, xs, ys, blocks=p.K, width=p.W, own_out=True, KS=R, lam=lam,
+    first, packs = (H * P, True) if p.F == 1 else (2 * H * P, False)
+    xs, ys = (M * R * 2 * cp, R * 2 * cp, cp, 2 * cp, n * M * R * 2 * cp), (p.Q * H * P, first, 0, P, p.c)
+    return line((n, M), 2 * H, 2 * R, p.c if p.K > 1 else cp, xs, ys, blocks=p.K, width=p.W, own_out=packs, KS=R, lam=lam,
                 shrink=lam > 0)  # fmt: skip
 
 
