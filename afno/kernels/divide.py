@@ -63,7 +63,12 @@ def division(
     if (R < H or (H <= 128 and fused)) and not tiled:
         return 1, False
     if able and W <= WIDEST:
-        found = [f for f, most in ((1, 64), (2, 256), (4, 512), (1, 128)) if H % f == 0 and H <= most]
+        limits = (
+            ((1, 64), (2, 256), (4, 512), (1, 128))
+            if tiled
+            else ((1, 64), (2, 128), (4, 256), (4, 512), (2, 256), (1, 128))
+        )
+        found = [f for f, most in limits if H % f == 0 and H <= most]
         if found:
             return found[0], True
     if H <= 128:
@@ -99,7 +104,7 @@ def divide_kernel(
         else:
             re = re + (tl.load(Z + s * part * (P8 * 8) + at, ok, 0.0),)
             im = im + (tl.load(Z + s * part * (P8 * 8) + H8 * 8 + at, both, 0.0),)
-    for f in tl.static_range(F):
+    for f in range(0, F):  # not unrolled: 16 x 16 products would take a minute to compile
         x = tl.zeros((BH, BC), tl.float32)
         y = tl.zeros((BH, BC), tl.float32)
         for s in tl.static_range(F):
