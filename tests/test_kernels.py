@@ -124,6 +124,34 @@ def test_divided_columns(case, F, how, monkeypatch):
 
 
 @interpreted
+def test_what_does_not_compile_gives_way(monkeypatch):
+    from triton.runtime.errors import OutOfResources
+
+    from afno.kernels import hopper, layer, say_once
+
+    enter, left = layer.enter, [OutOfResources(300_000, 232_448, "shared memory")]
+    monkeypatch.setattr(layer, "enter", lambda *a: _raise(left.pop()) if left else enter(*a))
+    monkeypatch.setattr(hopper, "BROKEN", set())
+    say_once.cache_clear()
+    x, weights, _ = values(2, 4, 6, 8, 2)
+    told = Settings(4, 4, "ortho", False, 0.01, "parts", True)
+    with pytest.warns(UserWarning, match="do not compile here .*shared memory"):
+        y, _ = forward(x, tuple(weights), told, False)
+    torch.testing.assert_close(y, plain_mix(x, *weights, keep_modes((4, 6))))
+    left.append(OutOfResources(300_000, 232_448, "shared memory"))
+    with pytest.raises(OutOfResources):  # the plain kernels failed as well
+        forward(x, tuple(weights), told, False)
+    hopper.BROKEN.clear()
+    left.append(ValueError("something else"))
+    with pytest.raises(ValueError, match="something else"):
+        forward(x, tuple(weights), told, False)
+
+
+def _raise(error):
+    raise error
+
+
+@interpreted
 def test_little_room_takes_several_launches(monkeypatch):
     p = Plan(torch.Size((3, 4, 4, 8)), torch.float32, torch.device("cpu"), 2, 4, (0, 1, 2, 3), 3, "ortho", False, True)
     assert len(_steps(p, 0.0)[2]) == 1

@@ -6,6 +6,7 @@
 __all__ = ['division_of', 'spectrum_shape', 'Call', 'make_plan', 'plan_of', 'enter', 'leave', 'forward', 'backward']
 
 # %% ../../nbs/23_kernels.layer.ipynb #42ada1a2
+import contextlib
 import functools
 import math
 from typing import NamedTuple
@@ -128,6 +129,18 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 # %% ../../nbs/23_kernels.layer.ipynb #0a2059b3
+def _again(call, device: torch.device):
+    "Call; if kernels for Hopper do not compile, once more without them."
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        try:
+            return call()
+        except Exception as error:
+            if not hopper.give_up(error, device):
+                raise
+            make_plan.cache_clear()
+            return call()
+
+
 def forward(
     x: Tensor,  # Tokens (B, H, W, C)
     weights: tuple[Tensor, ...],  # w1 (2, K, C/K, D/K), b1 (2, K, D/K), w2 (2, K, D/K, C/K), b2 (2, K, C/K)
@@ -139,13 +152,17 @@ def forward(
         raise ValueError(
             f"tokens are on {x.device}, the weights on {', '.join(str(w.device) for w in weights)}; move them there"
         )
-    with torch.cuda.device_of(x):
-        call, x = plan_of(x, weights[0], told), _dense(x)
+    x = _dense(x)
+
+    def mixed() -> tuple[Tensor, Tensor]:
+        call = plan_of(x, weights[0], told)
         p, z = call.inner, enter(call, 0, x)
         mix = hopper.mix_spectrum if p.tile else mix_spectrum
         o = mix(p, z, z.new_empty(z.shape) if keep else z, real_weights(p, *weights), told.threshold)
         y = leave(call, 1, o, x.new_empty(x.shape), x if told.add_input else None)
         return y, z if keep else z.new_empty(0)
+
+    return _again(mixed, x.device)
 
 # %% ../../nbs/23_kernels.layer.ipynb #ce36ba14
 def backward(
@@ -155,14 +172,19 @@ def backward(
     told: Settings,  # As for `forward`
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # Gradients of tokens and weights
     "Compute all gradients."
-    with torch.cuda.device_of(g):
-        call, g = plan_of(g, weights[0], told), _dense(g)
+    g = _dense(g)
+
+    def gradients() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        call = plan_of(g, weights[0], told)
         p, gz, gx = (
             call.inner,
             enter(call, 2, g),
             g.new_empty(g.shape),
         )  # gx: room for intermediates until it is written
-        gradients = hopper.mix_gradients if p.tile else mix_gradients
-        gw1, gb1, gw2, gb2 = gradients(p, z, gz, real_weights(p, *weights), told.threshold, weights, gx)
-        gx = leave(call, 3, gz, gx, g if told.add_input else None)
-        return gx, gw1, gb1, gw2, gb2
+        if z.shape != gz.shape:  # divided otherwise before
+            raise RuntimeError("kernels for Hopper failed between the forward and the backward pass; call both again")
+        find = hopper.mix_gradients if p.tile else mix_gradients
+        gw1, gb1, gw2, gb2 = find(p, z, gz, real_weights(p, *weights), told.threshold, weights, gx)
+        return leave(call, 3, gz, gx, g if told.add_input else None), gw1, gb1, gw2, gb2
+
+    return _again(gradients, g.device)
