@@ -15,7 +15,7 @@ __all__ = ['BROKEN', 'gluon_jit', 'gluon_constant', 'Tile', 'tile_of', 'able', '
 import functools
 import math
 import types
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,9 @@ try:
 
     barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
 except (ImportError, AttributeError):  # the kernels of the notebooks before serve
-    gluon, gl, async_copy = None, types.SimpleNamespace(constexpr=None), None
+    gluon, gl = None, types.SimpleNamespace(constexpr=None)
+    _nothing: Any = None
+    async_copy = barrier = fence_async_shared = warpgroup_mma = warpgroup_mma_wait = _nothing
 
 
 def gluon_jit(
@@ -109,7 +111,7 @@ def give_up(
     )
     return True
 
-
+# %% ../../nbs/25_kernels.hopper.ipynb #92a55769
 def serves(
     p: Plan,  # The call's plan
 ) -> Tile | None:  # How; None: not at all
@@ -258,7 +260,7 @@ def fetch_all(Z, t, first, total, cols, W, H, Q, k, G: gl.constexpr):
         raw = raw + fetch(Z, t, first, total, cols, W, H, Q, k, j, G)
     return raw
 
-
+# %% ../../nbs/25_kernels.hopper.ipynb #92f7ebd4
 @gluon_jit()
 def put_pairs(st, ar, ai, br, bi, G: gl.constexpr):
     "Put sums and differences into shared memory, 8 rows of each in turn."

@@ -80,7 +80,7 @@ def make_plan(
     given = slot_matrices(p, F) if lines else (p.forward, p.inverse, p.inverse_t, p.forward_t)
     return Call(p, q, F, lines, given)
 
-
+# %% ../../nbs/23_kernels.layer.ipynb #06bd9702
 def plan_of(
     x: Tensor,  # Tokens (B, H, W, C)
     w1: Tensor,  # (2, K, C/K, D/K)

@@ -124,7 +124,7 @@ def unjoin(x, F: gl.constexpr, N: gl.constexpr):
         b, d = gl.split(o.permute(0, 2, 1))
         return (a, b, c, d)
 
-
+# %% ../../nbs/27_kernels.rows.ipynb #f183db12
 @gluon_jit()
 def rejoin(x, F: gl.constexpr, N: gl.constexpr):
     "Put F tiles of N columns side by side."
@@ -263,7 +263,7 @@ def line_at(Z, t, NT, H, slots, C8, G: gl.constexpr):
         size = G.F * (2 * slots + 2 * G.pole)
     return Z + (line // part).to(gl.int64) * size * part * C8 + (line % part) * C8 + t % NT * G.N
 
-
+# %% ../../nbs/27_kernels.rows.ipynb #23e57fbe
 @gluon_jit()
 def write_spectrum(Z, s, acc, wr, wi, i: gl.constexpr, zero, t, NT, H, W, slots, C8, G: gl.constexpr):
     "Write piece i of a spectrum; of long columns, divided."
@@ -370,7 +370,7 @@ def skip_of(E, i: gl.constexpr, t, NT, H, W, C, eb, eh, ew, G: gl.constexpr):
         out = (gl.load(at, mask=ok, other=0.0),)
     return out
 
-
+# %% ../../nbs/27_kernels.rows.ipynb #0cfe218d
 @gluon_jit()
 def out_worker(
     Z, Y, E, TW, a_s, b_s, st, ex, s, begin, step, total, NT, H, W, C, slots, C8, eb, eh, ew, G: gl.constexpr
@@ -462,7 +462,7 @@ def in_kernel(X, Z, TW, A, total, NT, H, W, C, slots, P8, sb, sh, sw, G: gl.cons
     else:
         in_worker(X, Z, TW, a_s, st, s, g, n, total, NT, H, W, C, slots, C8, sb, sh, sw, G)
 
-
+# %% ../../nbs/27_kernels.rows.ipynb #09b64a0c
 @gluon_jit()
 def extras(dt: gl.constexpr, st, G: gl.constexpr):
     "Shared memory for column W/2."
@@ -599,7 +599,7 @@ def rows_in(
     launch(x, z, twiddles(p, F), A)
     return z
 
-
+# %% ../../nbs/27_kernels.rows.ipynb #5c99e568
 def rows_out(
     p: Plan,  # The call's plan
     F: int,  # Parts into which columns are divided
