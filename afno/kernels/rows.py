@@ -589,11 +589,11 @@ def rows_in(
     p: Plan,  # The call's plan
     F: int,  # Parts into which columns are divided
     A: Tensor,  # From `slot_matrices`: forward, or the inverse's transpose
-    x: Tensor,  # (B, H, W, C), its last axis contiguous
+    x: Tensor,  # (B, H, W, C), its last axis contiguous; copied if rows start at odd addresses
 ) -> Tensor:  # (B F, Q, H/F, P), Q = 2 M if F > 1
     "Transform every row, and divide columns."
-    if math.gcd(2, p.C, *x.stride()[:3]) == 1:  # copies take 4 bytes at least
-        x = x.contiguous()
+    if math.gcd(2, p.C, *x.stride()[:3]) == 1 or x.data_ptr() % 16:  # copies take 4 bytes at least
+        x = x.clone(memory_format=torch.contiguous_format)
     shape, launch = _rows_in(p, F, x.stride())
     z = x.new_empty(shape)
     launch(x, z, twiddles(p, F), A)
