@@ -88,14 +88,21 @@ def test_tiles():
     assert tile(56, 768, 8, parts=False) is None
 
 
-@pytest.mark.parametrize("H, R, F", [(256, 256, 2), (256, 129, 2), (252, 21, 4), (180, 90, 4)])
+@pytest.mark.parametrize(
+    "H, R, F", [(256, 256, 2), (256, 129, 2), (252, 21, 4), (180, 90, 4), (145, 73, 5), (130, 65, 5), (145, 145, 5)]
+)
 def test_parts_of_a_column_keep_its_rows(H, R, F):
     size, cpu = torch.Size((2, H, 8, 96)), torch.device("cpu")
     p = divided(Plan(size, torch.float16, cpu, 1, 96, row_indices(H, R), 5, "ortho", False, True), F)
     found = sorted(f + F * r for f, rows in enumerate(p.kept) for r in rows)
     assert found == sorted(row_indices(H, R)) and p.R == max(map(len, p.kept)) and p.B == 2 * F
     t = hopper.tile_of(p)
-    assert t.F == F and t.A == (F if R < H else 1) and hopper.pair_matrix(p, t).shape == (t.A, t.P, t.P)
+    assert (
+        t.F == F
+        and t.A == (F if R < H else 1)
+        and (t.N == 1 or t.A == 1)
+        and hopper.pair_matrix(p, t).shape == (t.A, t.P, t.P)
+    )
 
 
 @pytest.mark.parametrize("W, cols", [(7, 4), (10, 6), (66, 34), (66, 20), (1, 1), (2, 2), (256, 129)])

@@ -119,6 +119,8 @@ def test_divided_columns(case, F, how, monkeypatch):
         monkeypatch.setattr(Plan, "prepare", lambda self: (made(self), setattr(self, "fused", False))[0])
     x, weights, out = values(*sizes)
     errors = compare(x, weights, out, keep_modes(sizes[1:3]), *settings)
+    y = fused_mix(x, *[w.requires_grad_() for w in weights], keep_modes(sizes[1:3]), *settings)
+    y += 1  # the result is no view
     make_plan.cache_clear()
     assert max(errors) < 1e-5, errors
 
@@ -132,6 +134,7 @@ def test_what_does_not_compile_gives_way(monkeypatch):
     enter, left = layer.enter, [OutOfResources(300_000, 232_448, "shared memory")]
     monkeypatch.setattr(layer, "enter", lambda *a: _raise(left.pop()) if left else enter(*a))
     monkeypatch.setattr(hopper, "BROKEN", set())
+    monkeypatch.setattr(hopper, "capable", lambda device, dtype: dtype == torch.float16)  # the tokens are float32
     say_once.cache_clear()
     x, weights, _ = values(2, 4, 6, 8, 2)
     told = Settings(4, 4, "ortho", False, 0.01, "parts", True)
@@ -315,6 +318,8 @@ def test_what_is_not_served_says_why():
     x = torch.zeros(1, 3, 4, 8)
     assert "need a GPU" in refusal(x) and "on meta" in refusal(x.to("meta"))
     if GPU:
+        assert "2^31" in refusal(x[:1, :1, :1, :1].cuda().bfloat16().expand(1, 2048, 2048, 768))
+    if GPU:
         assert "float32" in refusal(x.cuda()) and "no tokens" in refusal(x[:0].cuda())
         assert refusal(x.cuda().bfloat16()) is None
 
@@ -361,6 +366,9 @@ def test_mixer_takes_the_kernels_under_autocast_and_gives_its_type_back():
         ((2, 256, 256, 96, 4), None),
         ((2, 97, 60, 192, 2), None),
         ((2, 256, 64, 90, 1), None),
+        ((2, 145, 145, 192, 2), 0.25),
+        ((1, 130, 300, 192, 2), 0.25),
+        ((2, 128, 64, 75, 1), None),
     ],
     ids=str,
 )

@@ -38,6 +38,8 @@ def refusal(
         return f"the fused kernels need a GPU, the tokens are on {x.device}"
     if x.numel() == 0:
         return "there are no tokens"
+    if x.shape[1] * (x.shape[2] + 2) * (x.shape[3] + 7) >= 2**31:
+        return f"an image of {x.shape[1]}x{x.shape[2]} tokens of {x.shape[3]} channels has more than 2^31 numbers"
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"the fused kernels take bfloat16 and float16, the tokens are {x.dtype}; use autocast or x.half()"
     return _lacking(x.device.index or 0) if TRITON else "the fused kernels need the package triton"

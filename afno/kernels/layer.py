@@ -34,7 +34,7 @@ def division_of(
     parts: bool,  # Real and imaginary parts are shrunk apart, or not at all
 ) -> tuple[int, bool]:  # Parts, and whether the row transforms divide
     "Say into how many parts columns are divided, and by whom."
-    return division(shape[1], shape[2], rows, size, parts, hopper.able(device, dtype))
+    return division(shape[1], shape[2], rows, size, parts, hopper.capable(device, dtype))
 
 
 def spectrum_shape(
@@ -73,10 +73,14 @@ def make_plan(
     "Make the plans of all calls of this kind."
     p = Plan(shape, dtype, device, blocks, hidden, row_indices(shape[1], rows), cols, norm, centred, parts)
     F, inside = division_of(shape, dtype, device, max(p.c, hidden), rows, parts)
+    able = hopper.able(device, dtype)
+    if p.R < p.H and not able:  # only tiles on Hopper take parts that keep different rows
+        F = 1
     q = divided(p, F) if F > 1 else p
     q.tile = hopper.serves(q)
-    q.fused |= q.tile is not None  # weights come in the fused kernels' form; the plain ones are not called
-    lines = inside if F > 1 else hopper.able(device, dtype) and p.W <= WIDEST and p.C % 8 == 0
+    lines = able and (
+        inside and p.C % 2 == 0 if F > 1 else p.W <= WIDEST and p.C % 8 == 0
+    )  # copies take 4 bytes at least
     given = slot_matrices(p, F) if lines else (p.forward, p.inverse, p.inverse_t, p.forward_t)
     return Call(p, q, F, lines, given)
 
@@ -120,7 +124,10 @@ def leave(
         if math.prod(whole) > size or z.numel() < size:
             return rows_out(A, unite(p, F, z, z.new_empty(whole)), y, add)
         room = y.view(-1)[: math.prod(whole)].view(whole)  # the result and the spectrum change places: no more memory
-        return rows_out(A, unite(p, F, z, room), z.view(-1)[:size].view(y.shape), add)
+        into = z.new_empty(0).set_(
+            z.untyped_storage(), 0, y.shape, y.stride()
+        )  # no view: results may be changed in place
+        return rows_out(A, unite(p, F, z, room), into, add)
     return rows_out(A, z, y, add)
 
 

@@ -6,7 +6,8 @@
 __all__ = ['SHARED', 'Rows', 'across', 'sums', 'swizzled', 'slot', 'where_tokens', 'tokens_at', 'turns', 'unjoin', 'rejoin',
            'cross', 'divide', 'unite', 'halves', 'in_turn', 'start', 'arrived', 'copy_tokens', 'store_rows', 'line_at',
            'write_spectrum', 'in_worker', 'copy_spectrum', 'united', 'write_tokens', 'skip_of', 'out_worker', 'matrix',
-           'room', 'in_kernel', 'extras', 'out_kernel', 'piece', 'slot_matrix', 'slot_matrices', 'rows_in', 'rows_out']
+           'room', 'in_kernel', 'extras', 'out_kernel', 'piece', 'slot_matrix', 'slot_matrices', 'far', 'rows_in',
+           'rows_out']
 
 # %% ../../nbs/27_kernels.rows.ipynb #59f73ff9
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportFunctionMemberAccess=false, reportPossiblyUnboundVariable=false, reportReturnType=false, reportInvalidTypeArguments=false, reportAssignmentType=false
@@ -585,14 +586,21 @@ def _rows_out(p: Plan, F: int, strides: tuple[int, ...] | None) -> Launch:
     return _launch(out_kernel, p, F, True, strides is not None, (unit, other), skip)
 
 
+def far(
+    x: Tensor,  # Tokens
+) -> bool:
+    "Say whether rows may lie so far apart that their distance needs more than 32 bits."
+    return x.numel() >= 2**31 and not x.is_contiguous()
+
+
 def rows_in(
     p: Plan,  # The call's plan
     F: int,  # Parts into which columns are divided
     A: Tensor,  # From `slot_matrices`: forward, or the inverse's transpose
-    x: Tensor,  # (B, H, W, C), its last axis contiguous; copied if rows start at odd addresses
+    x: Tensor,  # (B, H, W, C), its last axis contiguous; copied if strides are odd or it starts between multiples of 16 bytes
 ) -> Tensor:  # (B F, Q, H/F, P), Q = 2 M if F > 1
     "Transform every row, and divide columns."
-    if math.gcd(2, p.C, *x.stride()[:3]) == 1 or x.data_ptr() % 16:  # copies take 4 bytes at least
+    if math.gcd(2, *x.stride()[:3]) == 1 or x.data_ptr() % 16 or far(x):  # copies take 4 bytes at least
         x = x.clone(memory_format=torch.contiguous_format)
     shape, launch = _rows_in(p, F, x.stride())
     z = x.new_empty(shape)
@@ -609,5 +617,7 @@ def rows_out(
     add: Tensor | None = None,  # (B, H, W, C), its last axis contiguous: the skip
 ) -> Tensor:  # y
     "Unite columns, transform every row back, and add the skip."
+    if add is not None and far(add):
+        add = add.contiguous()
     _rows_out(p, F, None if add is None else add.stride())(z, y, y if add is None else add, twiddles(p, F), A)
     return y
