@@ -105,7 +105,7 @@ def able(
     "Say whether these kernels run, and have not failed to compile."
     return device not in BROKEN and capable(device, dtype)
 
-
+# %% ../../nbs/25_kernels.hopper.ipynb #51fd21f4
 def give_up(
     error: Exception,  # From a call
     device: torch.device,  # Where it ran
