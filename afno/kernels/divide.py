@@ -57,7 +57,6 @@ def division(
     able: bool,  # On Hopper
 ) -> tuple[int, bool]:  # Parts, and whether the row transforms divide
     "Say into how many parts columns are divided, and by whom."
-
     fused = parts and size <= 96  # one pass does it all
     tiled = able and fused and size > 32
     if (R < H or (H <= 128 and fused)) and not tiled:

@@ -53,7 +53,7 @@ class Call(NamedTuple):
     outer: Plan  # Of the row transforms
     inner: Plan  # Of what is between them; another where columns are divided
     F: int  # Parts of a column
-    lines: bool  # Rows take the kernels for Hopper, which divide columns on the way
+    on_hopper: bool  # Rows take the kernels for Hopper, which divide columns on the way
     matrices: tuple[Tensor, ...]  # Row transform, its inverse, the inverse's transpose, the transform's
 
 
@@ -78,11 +78,9 @@ def make_plan(
         F = 1
     q = divided(p, F) if F > 1 else p
     q.tile = hopper.serves(q)
-    lines = able and (
-        inside and p.C % 2 == 0 if F > 1 else p.W <= WIDEST and p.C % 8 == 0
-    )  # copies take 4 bytes at least
-    given = slot_matrices(p, F) if lines else (p.forward, p.inverse, p.inverse_t, p.forward_t)
-    return Call(p, q, F, lines, given)
+    on_hopper = able and (inside and p.C % 2 == 0 if F > 1 else p.W <= WIDEST and p.C % 8 == 0)  # copies take 4 bytes
+    given = slot_matrices(p, F) if on_hopper else (p.forward, p.inverse, p.inverse_t, p.forward_t)
+    return Call(p, q, F, on_hopper, given)
 
 # %% ../../nbs/23_kernels.layer.ipynb #06bd9702
 def plan_of(
@@ -102,7 +100,7 @@ def enter(
 ) -> Tensor:  # As `spectrum_shape` says
     "Transform rows."
     p, F, A = call.outer, call.F, call.matrices[which]
-    if call.lines:
+    if call.on_hopper:
         return hopper_rows_in(p, F, A, x)
     z = rows_in(A, x, p.Q)
     return divide(p, F, z) if F > 1 else z
@@ -117,16 +115,15 @@ def leave(
 ) -> Tensor:  # (B, H, W, C), contiguous, in the memory of y or of z
     "Transform rows back."
     p, F, A = call.outer, call.F, call.matrices[which]
-    if call.lines:
+    if call.on_hopper:
         return hopper_rows_out(p, F, A, z, y, add)
     if F > 1:
         whole, size = (p.B, p.Q, p.H, p.P), y.numel()
         if math.prod(whole) > size or z.numel() < size:
             return rows_out(A, unite(p, F, z, z.new_empty(whole)), y, add)
         room = y.view(-1)[: math.prod(whole)].view(whole)  # the result and the spectrum change places: no more memory
-        into = z.new_empty(0).set_(
-            z.untyped_storage(), 0, y.shape, y.stride()
-        )  # no view: results may be changed in place
+        # the result is no view: it may be changed in place
+        into = z.new_empty(0).set_(z.untyped_storage(), 0, y.shape, y.stride())
         return rows_out(A, unite(p, F, z, room), into, add)
     return rows_out(A, z, y, add)
 
@@ -183,11 +180,8 @@ def backward(
 
     def gradients() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         call = plan_of(g, weights[0], told)
-        p, gz, gx = (
-            call.inner,
-            enter(call, 2, g),
-            g.new_empty(g.shape),
-        )  # gx: room for intermediates until it is written
+        p, gz = call.inner, enter(call, 2, g)
+        gx = g.new_empty(g.shape)  # room for intermediates until it is written
         if z.shape != gz.shape:  # divided otherwise before
             raise RuntimeError("kernels for Hopper failed between the forward and the backward pass; call both again")
         find = hopper.mix_gradients if p.tile else mix_gradients

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['SHARED', 'Rows', 'across', 'sums', 'swizzled', 'slot', 'where_tokens', 'tokens_at', 'turns', 'unjoin', 'rejoin',
-           'cross', 'divide', 'unite', 'halves', 'in_turn', 'start', 'arrived', 'copy_tokens', 'store_rows', 'line_at',
-           'write_spectrum', 'in_worker', 'copy_spectrum', 'united', 'write_tokens', 'skip_of', 'out_worker', 'matrix',
-           'room', 'in_kernel', 'extras', 'out_kernel', 'piece', 'slot_matrix', 'slot_matrices', 'far', 'rows_in',
-           'rows_out']
+           'cross', 'divide_tile', 'unite_tile', 'halves', 'in_turn', 'start', 'arrived', 'copy_tokens', 'store_rows',
+           'line_at', 'write_spectrum', 'in_worker', 'copy_spectrum', 'united', 'write_tokens', 'skip_of', 'out_worker',
+           'matrix', 'room', 'in_kernel', 'extras', 'out_kernel', 'piece', 'slots_of', 'slot_matrix', 'slot_matrices',
+           'far', 'rows_in', 'rows_out']
 
 # %% ../../nbs/27_kernels.rows.ipynb #59f73ff9
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportFunctionMemberAccess=false, reportPossiblyUnboundVariable=false, reportReturnType=false, reportInvalidTypeArguments=false, reportAssignmentType=false
@@ -159,7 +159,7 @@ def cross(re, im, F: gl.constexpr, back: gl.constexpr):
 
 # %% ../../nbs/27_kernels.rows.ipynb #240e61db
 @gluon_jit()
-def divide(re, im, wr, wi, G: gl.constexpr):
+def divide_tile(re, im, wr, wi, G: gl.constexpr):
     "Divide F rows of a spectrum into one row each of F columns, as one tile."
     F: gl.constexpr = G.F
     xr, xi = cross(unjoin(re, F, G.N), unjoin(im, F, G.N), F, False)
@@ -172,7 +172,7 @@ def divide(re, im, wr, wi, G: gl.constexpr):
 
 
 @gluon_jit()
-def unite(re, im, wr, wi, G: gl.constexpr):
+def unite_tile(re, im, wr, wi, G: gl.constexpr):
     "Turn one row each of F divided columns back into F rows of a spectrum."
     F: gl.constexpr = G.F
     xr = unjoin(re, F, G.N)
@@ -279,10 +279,10 @@ def write_spectrum(Z, s, acc, wr, wi, i: gl.constexpr, zero, t, NT, H, W, slots,
         own = im
         if i == 0:
             own = gl.where(first, 0.0, im)
-        yr, yi = divide(re, own, wr, wi, G)
+        yr, yi = divide_tile(re, own, wr, wi, G)
         store_rows(Z, s, in_turn(yr, yi), i, False, zero, n0, part, W, slots, C8, G)
         if G.pole and i == 0:
-            yr, yi = divide(gl.where(first, im, 0.0), gl.zeros_like(im), wr, wi, G)
+            yr, yi = divide_tile(gl.where(first, im, 0.0), gl.zeros_like(im), wr, wi, G)
             store_rows(Z, s, in_turn(yr, yi), i, True, zero, n0, part, W, slots, C8, G)
 
 
@@ -345,14 +345,14 @@ def copy_spectrum(st, ex, Z, b, t, NT, H, W, slots, C8, G: gl.constexpr):
 
 @gluon_jit()
 def united(s, wr, wi, G: gl.constexpr):
-    "Unite a piece in shared memory; each thread reads and writes the same numbers."
+    "Unite a piece where it lies in shared memory."
     re, im = halves(s.load(sums(G)).to(gl.float32))
-    re, im = unite(re, im, wr, wi, G)
+    re, im = unite_tile(re, im, wr, wi, G)
     s.store(in_turn(re, im).to(s.dtype))
 
 
 @gluon_jit()
-def write_tokens(Y, E, s, acc, e, i: gl.constexpr, zero, t, NT, H, W, C, G: gl.constexpr):
+def write_tokens(Y, s, acc, e, i: gl.constexpr, zero, t, NT, H, W, C, G: gl.constexpr):
     "Write piece i of F rows of tokens, the skip added."
     s.index(zero).store(acc.to(s.dtype))
     at, ok = tokens_at(Y, t, NT, H, W, C, H * W * C, W * C, C, i, G.V[0], G)
@@ -403,12 +403,12 @@ def out_worker(
                 ahead = start(a_s, b_s, st, ex, b, zero, i + 1, apart, G)
                 after = skip_of(E, i + 1, t, NT, H, W, C, eb, eh, ew, G)
                 now = warpgroup_mma_wait(all_, deps=(acc,))
-                write_tokens(Y, E, s, now, e, i, zero, t, NT, H, W, C, G)
+                write_tokens(Y, s, now, e, i, zero, t, NT, H, W, C, G)
                 acc = ahead
                 e = after
             else:
                 now = warpgroup_mma_wait(0, deps=(acc,))
-                write_tokens(Y, E, s, now, e, i, zero, t, NT, H, W, C, G)
+                write_tokens(Y, s, now, e, i, zero, t, NT, H, W, C, G)
         b = 1 - b
     async_copy.wait_group(0)
 
@@ -516,6 +516,13 @@ def piece(
     return 128 if W > 192 else 64
 
 
+def slots_of(
+    p: Plan,  # The call's plan
+) -> tuple[int, bool]:
+    "Count the kept columns but W/2, and say whether W/2 is kept: only then is the number Q of a packed spectrum even."
+    return cdiv(p.Q, 2), p.Q % 2 == 0
+
+
 def slot_matrix(
     m: Tensor,  # (Q, W), one row for each number of a packed spectrum; or (W, Q), padded
     p: Plan,  # The call's plan
@@ -523,7 +530,7 @@ def slot_matrix(
     back: bool,  # The second
 ) -> Tensor:  # Padded to pieces: 8 real parts and 8 imaginary parts in turn; 16 more columns
     "Bring a row transform into the kernels' order; column W/2 as the imaginary part of column 0, or, back from divided columns, last."
-    slots, pole, P = p.Q // 2 + p.Q % 2, p.Q % 2 == 0, piece(p.W)
+    (slots, pole), P = slots_of(p), piece(p.W)
     n = torch.arange(slots, device=m.device)
     re, im = n // 8 * 16 + n % 8, n // 8 * 16 + n % 8 + 8
     m = m[: p.W, : p.Q].T if back else m[: p.Q, : p.W]
@@ -553,7 +560,7 @@ SHARED = 232448  # bytes
 
 def _launch(kernel, p: Plan, F: int, back: bool, add: bool, units: tuple[int, int], numbers: tuple[int, ...]) -> Launch:
     "Launch of either kernel."
-    slots, pole, N, P = p.Q // 2 + p.Q % 2, p.Q % 2 == 0, 64 // F, piece(p.W)
+    (slots, pole), N, P = slots_of(p), 64 // F, piece(p.W)
     a, b = cdiv(p.W, P), cdiv(2 * slots, P)
     S, KC = (a, b) if back else (b, a)
     fixed, own = S * KC * P * P * 2, (2 * KC + 1) * P * 128
