@@ -49,7 +49,7 @@ class PatchEmbed(nn.Module):
                 f"pictures have shape {tuple(x.shape)}, allowed is (B, {self.channels}, h, w); move colours to axis 1"
             )
         token_grid((x.shape[2], x.shape[3]), self.patch_size)
-        return self.proj(x).permute(0, 2, 3, 1)  # (B, h/p, w/p, C)
+        return self.proj(x).permute(0, 2, 3, 1).contiguous()  # (B, h/p, w/p, C); the blocks keep this order in memory
 
 # %% ../../nbs/30_models.layers.ipynb #d76a8e48
 def resample_pos_embed(
