@@ -89,7 +89,7 @@ def again(
                 ahead = weight(W2, d, c, 0, 0, S)
             acc = tl.dot(z[i], w, acc, input_precision="ieee")
             w = ahead
-        v = tl.maximum(acc + bias, 0.0).to(dt)
+        v = tl.maximum(acc + bias, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dt)
         keep_rows(SH, v, j * S, d, R, RP, S)
         h = h + (v,)
     return h, w

@@ -446,7 +446,9 @@ def mix_worker(Z, Y, B1, B2, lam, w1s, w2s, a_s, st, cols, W, H, Q, K, k, begin,
         for j in gl.static_range(ND):
             bias = bias_row(B1 + k * d, K * d, d, j, G)
             acc = warpgroup_mma_wait((ND - 1 - j) * NC, deps=(accs[j],))
-            h = h + (gl.convert_layout(gl.maximum(acc + bias, 0.0).to(dt), operand(G)),)
+            h = h + (
+                gl.convert_layout(gl.maximum(acc + bias, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dt), operand(G)),
+            )
         accs = layer(h, w2s, zero, ND, NC, False, G)
         raw = fetch_all(Z, gl.minimum(t + step, work - 1), 0, total, cols, W, H, Q, k, G)  # the next tile
         for j in gl.static_range(NC):
@@ -619,7 +621,7 @@ def again(
     for j in gl.static_range(ND):
         bias = bias_row(B1 + k * d, K * d, d, j, G)
         acc = warpgroup_mma_wait((ND - 1 - j) * NC, deps=(accs[j],))
-        u = gl.maximum(acc + bias, 0.0).to(dt)
+        u = gl.maximum(acc + bias, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dt)
         keep_rows(SH, u, k, t, total, R, j, nh, G)
         h = h + (gl.convert_layout(u, operand(G)),)
     return h

@@ -241,7 +241,7 @@ def mix_kernel(
                 ahead = weight(W2, d, c, 0, 0, S)
             acc = tl.dot(z[i], w, acc, input_precision="ieee")
             w = ahead
-        h = h + (tl.maximum(acc + bias, 0.0).to(dt),)
+        h = h + (tl.maximum(acc + bias, 0.0, propagate_nan=tl.PropagateNan.ALL).to(dt),)
     for j in tl.static_range(NC):
         bias = load_bias(B2 + k * c, K * c, c, j * S, S)
         acc = none(RP, 2 * S)
@@ -319,7 +319,8 @@ class Plan:
     ):
         self.B, self.H, self.W, self.C = shape
         self.K, self.c, self.d, self.R, self.M = blocks, self.C // blocks, hidden, len(rows), cols
-        self.rows, self.dtype, self.device, self.centred, self.parts = tuple(rows), dtype, device, centred, parts
+        self.rows, self.dtype, self.device, self.parts = tuple(rows), dtype, device, parts
+        self.norm, self.centred = norm, centred
         self.F, self.kept = 1, (self.rows,)  # parts into which columns were divided, and their kept rows
         self.tile: NamedTuple | None = None  # how the kernels for Hopper serve it, if they do
         self.Q, self.P = packed(self.W, cols), cdiv(self.C, 8) * 8

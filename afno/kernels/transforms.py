@@ -76,7 +76,7 @@ def pad_matrix(
 # %% ../../nbs/20_kernels.transforms.ipynb #010d1d60
 @jit()
 def soft(v, lam):
-    return tl.where(v > lam, v - lam, tl.where(v < -lam, v + lam, 0.0))
+    return tl.where(v > lam, v - lam, tl.where(v >= -lam, 0.0, v + lam))  # NaN stays NaN
 
 
 _STRIDES = tuple(f"{t}{i}" for t in "xye" for i in ("0", "1", "h", "l", "b"))
