@@ -11,7 +11,7 @@ from afno.kernels import hopper
 from afno.kernels.backward import mix_gradients
 from afno.kernels.divide import divided
 from afno.kernels.mix import Plan, mix_spectrum, real_weights
-from afno.kernels.rows import slot_matrices
+from afno.kernels.rows import apart, factors, slot_matrices
 from afno.spectral import row_indices
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -25,7 +25,7 @@ from afno.kernels.hopper import Tile, back_kernel, mix_kernel
 from afno.kernels.rows import Rows, in_kernel, out_kernel
 
 given = eval(sys.argv[1])
-rows = len(given) == 9
+rows = len(given) < 12
 tile = Rows(*given) if rows else Tile(*given)
 warps = tile.warps if rows else tile.NW
 for kernel in (in_kernel, out_kernel) if rows else (mix_kernel, back_kernel):
@@ -55,8 +55,9 @@ for kernel in (in_kernel, out_kernel) if rows else (mix_kernel, back_kernel):
         (1, 64, 64, 1, 1, True, True, (16, 16), False),
         (2, 32, 64, 3, 3, True, True, (16, 16), True),
         (4, 16, 128, 2, 2, True, False, (2, 1), False),
+        (1, 32, 128, 2, 2, True, True, (16, 16), False, 2),
     ],
-    ids=lambda t: ("tiles" if len(t) > 9 else "rows") + str(t).replace(" ", ""),
+    ids=lambda t: ("tiles" if len(t) > 10 else "rows") + str(t).replace(" ", ""),
 )
 def test_compiles_for_hopper(tile):
     pytest.importorskip("triton")
@@ -125,6 +126,38 @@ def test_row_matrices_in_the_order_of_the_kernels(W, cols, F):
         if pole:
             given[-1 if F > 1 else 0, 0 if F > 1 else 1, 0] = right.real[-1]
         assert torch.allclose((back @ given.flatten())[:W], x)
+
+
+@pytest.mark.parametrize("W", [260, 320, 512])
+def test_even_and_odd_tokens_make_the_whole_row(W):
+    "What the kernels do with the spectra of half rows, in the order of their threads, against the dense matrices."
+    p = Plan(torch.Size((1, 1, W, 8)), torch.float64, torch.device("cpu"), 1, 8, (0,), W // 2 + 1, "ortho", False, True)
+    assert apart(p) and not apart(
+        Plan(torch.Size((1, 1, W, 8)), torch.float64, p.device, 1, 8, (0,), 9, "ortho", False, True)
+    )
+    w, n, half = torch.view_as_complex(factors(p, 1).double())[: W // 4], W // 4, 0.5**0.5
+    place = torch.arange(n) // 8 * 16 + torch.arange(n) % 8  # of real parts
+    low, high = 2 * torch.arange(n) - 1, W - 1 - 2 * torch.arange(n)  # of columns m and W/2 - m
+    exact = (p.forward, p.inverse, p.inverse_t, p.forward_t)
+    z, x = torch.randn(W, dtype=torch.float64), torch.randn(W, dtype=torch.float64)
+    for i, A in enumerate(slot_matrices(p, 1)):
+        if i % 2 == 0:
+            sums = A[:, : W // 2] @ x.view(-1, 2)
+            even, odd = torch.complex(sums[place], sums[place + 8]).T
+            a, b = even * half + odd * w, (even * half - odd * w).conj()
+            y = torch.zeros(W, dtype=torch.float64)
+            y[low[1:]], y[low[1:] + 1], y[high[1:]], y[high[1:] + 1] = a.real[1:], a.imag[1:], b.real[1:], b.imag[1:]
+            y[0], y[W - 1], y[W // 2 - 1], y[W // 2] = a.real[0], b.real[0], even.imag[0], -odd.imag[0]
+            right = exact[i][:W, :W] @ x
+        else:
+            at = torch.cat([torch.tensor([0]), low[1:]]), torch.cat([torch.tensor([W - 1]), high[1:]])
+            a, b = (torch.complex(z[t], z[(t + 1) % W]) for t in at)
+            even, odd = (a + b.conj()) * half, (a - b.conj()) * w.conj()
+            even[0], odd[0] = torch.complex(even.real[0], z[W // 2 - 1]), torch.complex(odd.real[0], -z[W // 2])
+            sums = torch.zeros(A.shape[1], 2, dtype=torch.float64)
+            sums[place], sums[place + 8] = torch.stack([even, odd], 1).real, torch.stack([even, odd], 1).imag
+            y, right = (A @ sums)[: W // 2].flatten(), exact[i][:W, :W] @ z
+        assert torch.allclose(y, right, atol=1e-6), i
 
 
 def compare(B, H, W, C, K, rows=0, cols=0, centred=False, threshold=0.01, hidden=0, dtype=torch.bfloat16):

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from afno.kernels import Settings, fused_mix, packed, refusal  # noqa: E402
 from afno.kernels.backward import _groups, _steps  # noqa: E402
-from afno.kernels.layer import forward, make_plan  # noqa: E402
+from afno.kernels.layer import forward, make_plan, spectrum_shape  # noqa: E402
 from afno.kernels.mix import Plan, group, pieces  # noqa: E402
 from afno.kernels.transforms import INTERPRET, Launch  # noqa: E402
 from afno.mixers import AFNO2D  # noqa: E402
@@ -148,6 +148,32 @@ def test_what_does_not_compile_gives_way(monkeypatch):
     left.append(ValueError("something else"))
     with pytest.raises(ValueError, match="something else"):
         forward(x, tuple(weights), told, False)
+
+
+@interpreted
+def test_dropped_rows_keep_the_shape_that_was_said(monkeypatch):
+    "Where kernels for Hopper failed, rows are not divided, but what is kept for the gradients is, as a compiled graph expects."
+    make_plan.cache_clear()
+    monkeypatch.setattr("afno.kernels.layer.division", lambda *_: (2, True))
+    sizes = (2, 8, 10, 8, 2)
+    x, weights, out = values(*sizes)
+    errors = compare(x, weights, out, keep_modes(sizes[1:3], (5, 3)))
+    told = Settings(5, 3, "ortho", False, 0.01, "parts", True)
+    z = forward(x, tuple(weights), told, True)[1]
+    make_plan.cache_clear()
+    assert z.shape == spectrum_shape(x.shape, 3, 2) and max(errors) < 1e-5, errors
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["parts", "magnitude"])
+def test_nan_is_not_swallowed(kind):
+    "Neither ReLU nor shrinkage makes a number of it."
+    x, weights, _ = values(2, 4, 6, 8, 2)
+    x[0, 1, 2, 3] = float("nan")
+    y = fused_mix(x, *weights, keep_modes((4, 6)), "ortho", False, 0.5, kind, False)
+    assert y[0, :, :, :4].isnan().all() and y[1].isfinite().all() and y[0, :, :, 4:].isfinite().all()
+    weights[1].fill_(float("nan"))
+    assert fused_mix(x, *weights, keep_modes((4, 6)), "ortho", False, 0.5, kind, False).isnan().all()
 
 
 def _raise(error):

@@ -18,9 +18,9 @@ from . import Settings, hopper, packed
 from .backward import mix_gradients
 from .divide import WIDEST, divide, divided, division, unite
 from .mix import Plan, mix_spectrum, real_weights
+from .rows import apart, slot_matrices
 from .rows import rows_in as hopper_rows_in
 from .rows import rows_out as hopper_rows_out
-from .rows import slot_matrices
 from .transforms import cdiv, rows_in, rows_out
 from ..spectral import row_indices
 
@@ -53,7 +53,9 @@ class Call(NamedTuple):
     outer: Plan  # Of the row transforms
     inner: Plan  # Of what is between them; another where columns are divided
     F: int  # Parts of a column
-    on_hopper: bool  # Rows take the kernels for Hopper, which divide columns on the way
+    inside: int  # Parts into which the row transforms divide them on the way: F, or 1
+    kept: int  # Parts in which columns are kept for the backward pass: F, or more where kernels for Hopper failed
+    on_hopper: bool  # Rows take the kernels for Hopper
     matrices: tuple[Tensor, ...]  # Row transform, its inverse, the inverse's transpose, the transform's
 
 
@@ -72,15 +74,16 @@ def make_plan(
 ) -> Call:
     "Make the plans of all calls of this kind."
     p = Plan(shape, dtype, device, blocks, hidden, row_indices(shape[1], rows), cols, norm, centred, parts)
-    F, inside = division_of(shape, dtype, device, max(p.c, hidden), rows, parts)
+    kept, inside = division_of(shape, dtype, device, max(p.c, hidden), rows, parts)
     able = hopper.able(device, dtype)
-    if p.R < p.H and not able:  # only tiles on Hopper take parts that keep different rows
-        F = 1
+    F = kept if p.R == p.H or able else 1  # only tiles on Hopper take parts that keep different rows
     q = divided(p, F) if F > 1 else p
     q.tile = hopper.serves(q)
-    on_hopper = able and (inside and p.C % 2 == 0 if F > 1 else p.W <= WIDEST and p.C % 8 == 0)  # copies take 4 bytes
-    given = slot_matrices(p, F) if on_hopper else (p.forward, p.inverse, p.inverse_t, p.forward_t)
-    return Call(p, q, F, on_hopper, given)
+    inside = able and inside and F > 1 and p.C % 2 == 0  # copies take 4 bytes
+    on_hopper = inside or (able and p.C % 8 == 0 and (p.W <= WIDEST or apart(p)))
+    within = F if inside else 1
+    given = slot_matrices(p, within) if on_hopper else (p.forward, p.inverse, p.inverse_t, p.forward_t)
+    return Call(p, q, F, within, kept, on_hopper, given)
 
 # %% ../../nbs/23_kernels.layer.ipynb #06bd9702
 def plan_of(
@@ -100,10 +103,8 @@ def enter(
 ) -> Tensor:  # As `spectrum_shape` says
     "Transform rows."
     p, F, A = call.outer, call.F, call.matrices[which]
-    if call.on_hopper:
-        return hopper_rows_in(p, F, A, x)
-    z = rows_in(A, x, p.Q)
-    return divide(p, F, z) if F > 1 else z
+    z = hopper_rows_in(p, call.inside, A, x) if call.on_hopper else rows_in(A, x, p.Q)
+    return divide(p, F, z) if F > call.inside else z
 
 
 def leave(
@@ -115,17 +116,16 @@ def leave(
 ) -> Tensor:  # (B, H, W, C), contiguous, in the memory of y or of z
     "Transform rows back."
     p, F, A = call.outer, call.F, call.matrices[which]
-    if call.on_hopper:
-        return hopper_rows_out(p, F, A, z, y, add)
-    if F > 1:
-        whole, size = (p.B, p.Q, p.H, p.P), y.numel()
-        if math.prod(whole) > size or z.numel() < size:
-            return rows_out(A, unite(p, F, z, z.new_empty(whole)), y, add)
-        room = y.view(-1)[: math.prod(whole)].view(whole)  # the result and the spectrum change places: no more memory
-        # the result is no view: it may be changed in place
-        into = z.new_empty(0).set_(z.untyped_storage(), 0, y.shape, y.stride())
-        return rows_out(A, unite(p, F, z, room), into, add)
-    return rows_out(A, z, y, add)
+    back = functools.partial(hopper_rows_out, p, call.inside, A) if call.on_hopper else functools.partial(rows_out, A)
+    if F == call.inside:
+        return back(z, y, add)
+    whole, size = (p.B, p.Q, p.H, p.P), y.numel()
+    if math.prod(whole) > size or z.numel() < size:
+        return back(unite(p, F, z, z.new_empty(whole)), y, add)
+    room = y.view(-1)[: math.prod(whole)].view(whole)  # the result and the spectrum change places: no more memory
+    # the result is no view: it may be changed in place
+    into = z.new_empty(0).set_(z.untyped_storage(), 0, y.shape, y.stride())
+    return back(unite(p, F, z, room), into, add)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -164,6 +164,8 @@ def forward(
         mix = hopper.mix_spectrum if p.tile else mix_spectrum
         o = mix(p, z, z.new_empty(z.shape) if keep else z, real_weights(p, *weights), told.threshold)
         y = leave(call, 1, o, x.new_empty(x.shape), x if told.add_input else None)
+        if keep and call.kept > call.F:
+            z = divide(call.outer, call.kept, z)  # its shape was said before the kernels failed
         return y, z if keep else z.new_empty(0)
 
     return _again(mixed, x.device)
@@ -182,10 +184,9 @@ def backward(
         call = plan_of(g, weights[0], told)
         p, gz = call.inner, enter(call, 2, g)
         gx = g.new_empty(g.shape)  # room for intermediates until it is written
-        if z.shape != gz.shape:  # divided otherwise before
-            raise RuntimeError("kernels for Hopper failed between the forward and the backward pass; call both again")
+        whole = unite(call.outer, call.kept, z, gz.new_empty(gz.shape)) if call.kept > call.F else z
         find = hopper.mix_gradients if p.tile else mix_gradients
-        gw1, gb1, gw2, gb2 = find(p, z, gz, real_weights(p, *weights), told.threshold, weights, gx)
+        gw1, gb1, gw2, gb2 = find(p, whole, gz, real_weights(p, *weights), told.threshold, weights, gx)
         return leave(call, 3, gz, gx, g if told.add_input else None), gw1, gb1, gw2, gb2
 
     return _again(gradients, g.device)
