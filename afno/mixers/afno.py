@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ..kernels import fused_mix, refusal, say_once
+from ..kernels import fused_mix, half, is_chosen, refusal
 from .base import Mixer, check_tokens, register
 from afno.spectral import (
     ROUTES,
@@ -134,23 +134,13 @@ class AFNO2D(Mixer):
         return y if self.skip is None else y + self.skip(x).to(x.dtype)
 
 # %% ../../nbs/15_mixers.afno.ipynb #8e41e01e
-def _half(x: Tensor) -> Tensor:
-    "Cast tokens to autocast's type on a GPU."
-    cast = x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype != torch.float64
-    return x.to(torch.get_autocast_dtype("cuda")) if cast else x
-
-
 def is_fused(
     mixer: AFNO2D,  # The layer
     x: Tensor,  # Tokens (B, H, W, C)
 ) -> bool:  # Whether the fused kernels mix them
     "Say whether the fused kernels serve; where they were asked for and do not, say why, once."
-    if mixer.route not in ("auto", "triton") or (mixer.route == "auto" and not x.is_cuda):
-        return False
-    why = "a hook on the shrinkage needs the spectrum" if mixer.shrink._forward_hooks else refusal(_half(x))
-    if why and mixer.route == "triton" and not torch.compiler.is_compiling():
-        say_once(f"route='triton': {why}; the other routes answer")
-    return why is None
+    why = "a hook on the shrinkage needs the spectrum" if mixer.shrink._forward_hooks else None
+    return is_chosen(mixer.route, x, lambda x: why or refusal(x))
 
 
 def mix_fused(
@@ -161,7 +151,7 @@ def mix_fused(
     "Mix by the fused kernels."
     weights, adds = (mixer.w1, mixer.b1, mixer.w2, mixer.b2), isinstance(mixer.skip, nn.Identity)
     told = (mixer.norm, mixer.norm == "forward", mixer.shrink.threshold, mixer.shrink.kind, adds)
-    y = fused_mix(_half(x), *weights, kept, *told).to(x.dtype)
+    y = fused_mix(half(x), *weights, kept, *told).to(x.dtype)
     return y + mixer.skip(x).to(x.dtype) if isinstance(mixer.skip, nn.Linear) else y
 
 # %% ../../nbs/15_mixers.afno.ipynb #5f3f6f56
