@@ -16,9 +16,8 @@ from torch import Tensor
 
 from . import columns_of, hopper
 from .divide import WIDEST
-from .layer import Call, _again, _dense, enter, leave, spectrum_shape
+from .layer import Call, _again, _dense, enter, leave, row_transforms, spectrum_shape
 from .mix import Plan
-from .rows import slot_matrices
 from .transforms import _KEPT, INTERPRET, Launch, cdiv, jit, tl
 from ..spectral import dft_matrix
 
@@ -222,15 +221,12 @@ def call_of(
     dtype: torch.dtype,  # Of the tokens
     device: torch.device,  # Where they are
     F: int,  # Parts of a column
-    able: bool,  # Kernels for Hopper run
+    able: bool,  # Kernels for Hopper run: a plan of its own where they fail later
 ) -> Call:
     "Make the plan of the row transforms; it is kept."
     _, H, W, C = shape
     p = Plan(shape, dtype, device, 1, C, tuple(range(H)), W // 2 + 1, "ortho", False, False)
-    inside = C % 2 == 0 and F in (2, 4) if F > 1 else C % 8 == 0  # copies take 4 bytes
-    on_hopper = able and W <= WIDEST and inside
-    given = slot_matrices(p, F) if on_hopper else (p.forward, p.inverse, p.inverse_t, p.forward_t)
-    return Call(p, p, F, on_hopper, given)
+    return Call(p, p, F, F, *row_transforms(p, F if F <= 4 and F != 3 and W <= WIDEST else 1))
 
 
 def _call(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Call:

@@ -691,7 +691,7 @@ def factors(
     return _KEPT[key][0]
 
 # %% ../../nbs/27_kernels.rows.ipynb #5c99e568
-SHARED = 232448  # bytes
+SHARED = 232448  # bytes of a multiprocessor
 
 
 def _launch(kernel, p: Plan, F: int, back: bool, add: bool, units: tuple[int, int], numbers: tuple[int, ...]) -> Launch:
@@ -704,12 +704,15 @@ def _launch(kernel, p: Plan, F: int, back: bool, add: bool, units: tuple[int, in
     fixed, own = S * KC * P * P * 2, (2 * KC + 1) * P * 128
     if back and F > 1 and pole:
         fixed, own = fixed + S * P * 32, own + 4096
-    fit = max(1, (SHARED - 1024) // (fixed + own))  # programs on a multiprocessor
+    fit = max(1, (SHARED - 1024) // (fixed + own))  # programs on a multiprocessor; registers are enough for 4 or 5
     two = P == 64 and fit == 1 and fixed + 2 * own + 1024 <= SHARED
     G = Rows(F, N, P, KC, S, pole, add, units, two, E)
     tiles = cdiv(p.C if back else p.P, N)
     total = p.B * (p.H // F) * tiles
-    programs = min(torch.cuda.get_device_properties(p.device).multi_processor_count * min(fit, 4), cdiv(total, 1 + two))
+    programs = min(
+        torch.cuda.get_device_properties(p.device).multi_processor_count * min(fit, 4 if back else 5),
+        cdiv(total, 1 + two),
+    )
     return Launch(
         kernel, programs, total, tiles, p.H, W, p.C // units[0], slots, p.P // 8, *numbers, G=G, num_warps=G.warps
     )
