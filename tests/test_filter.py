@@ -11,7 +11,13 @@ import torch
 GPU = torch.cuda.is_available()  # else conftest.py chose the interpreter
 pytest.importorskip("triton")
 
-from afno.kernels import columns_of, filter_refusal, fused_filter, say_once  # noqa: E402
+from afno.kernels import (  # noqa: E402
+    column_parts,
+    filter_refusal,
+    fused_filter,
+    hopper,
+    say_once,
+)
 from afno.kernels import filter as kernels  # noqa: E402
 from afno.kernels.transforms import INTERPRET  # noqa: E402
 from afno.mixers import GlobalFilter  # noqa: E402
@@ -151,8 +157,6 @@ def test_mixer_hands_its_filter_to_the_kernels(grid, monkeypatch):
 def test_what_does_not_compile_gives_way(monkeypatch):
     from triton.runtime.errors import OutOfResources
 
-    from afno.kernels import hopper
-
     enter, left = kernels.enter, [OutOfResources(300_000, 232_448, "shared memory")]
 
     def fails_once(*given):
@@ -167,6 +171,32 @@ def test_what_does_not_compile_gives_way(monkeypatch):
     x, f, _ = values((2, 4, 6, 8))
     with pytest.warns(UserWarning, match="do not compile here .*shared memory"):
         torch.testing.assert_close(fused_filter(x, f), plain_filter(x, f))
+
+
+@interpreted
+def test_a_filter_that_does_not_compile_leaves_the_rows_alone(monkeypatch):
+    from triton.runtime.errors import OutOfResources
+
+    def fails(*_):
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    _, matrix, shape = kernels._launch(
+        kernels._call(torch.Size((2, 4, 6, 8)), torch.float32, torch.device("cpu")).outer, 1, False
+    )
+    monkeypatch.setattr(kernels, "_launch", lambda *_: (fails, matrix, shape))
+    monkeypatch.setattr(hopper, "BROKEN", set())
+    monkeypatch.setattr(hopper, "capable", lambda device, dtype: dtype == torch.float16)
+    with pytest.raises(OutOfResources):
+        fused_filter(*values((2, 4, 6, 8))[:2])
+    assert not hopper.BROKEN
+
+
+@interpreted
+def test_nan_is_not_swallowed():
+    x, f, _ = values((2, 9, 4, 8))  # too tall to share a tile of 16 rows
+    x[0, 1, 2, 3] = float("nan")
+    y = fused_filter(x, f)
+    assert y[0, :, :, 3].isnan().all() and y[1].isfinite().all() and y[0, :, :, :3].isfinite().all()
 
 
 @interpreted
@@ -186,12 +216,12 @@ def test_parts_of_columns():
     "On Hopper its row transforms divide by 2 or 4 for nothing; elsewhere tiles have at most 64 rows."
     for H in range(1, 1025):
         for W, on_hopper in ((64, True), (300, True), (64, False)):
-            F, most = columns_of(H, W, on_hopper), 128 if on_hopper else 64
+            F, most = column_parts(H, W, on_hopper), 128 if on_hopper else 64
             fits = [n for n in range(1, 17) if H % n == 0 and H <= most * n]
             assert (F in fits) if fits else F == 0
             assert F == 1 or H > 64
-    assert [columns_of(H, 64, True) for H in (56, 64, 90, 97, 256)] == [1, 1, 2, 1, 4]
-    assert [columns_of(H, 300, True) for H in (90, 256, 720)] == [1, 4, 12] and columns_of(90, 64, False) == 2
+    assert [column_parts(H, 64, True) for H in (56, 64, 90, 97, 256)] == [1, 1, 2, 1, 4]
+    assert [column_parts(H, 300, True) for H in (90, 256, 720)] == [1, 4, 12] and column_parts(90, 64, False) == 2
 
 
 def test_tiles():

@@ -11,7 +11,7 @@ from afno.kernels import hopper
 from afno.kernels.backward import mix_gradients
 from afno.kernels.divide import divided
 from afno.kernels.mix import Plan, mix_spectrum, real_weights
-from afno.kernels.rows import apart, factors, slot_matrices
+from afno.kernels.rows import factors, is_split, slot_matrices
 from afno.spectral import row_indices
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -132,7 +132,7 @@ def test_row_matrices_in_the_order_of_the_kernels(W, cols, F):
 def test_even_and_odd_tokens_make_the_whole_row(W):
     "What the kernels do with the spectra of half rows, in the order of their threads, against the dense matrices."
     p = Plan(torch.Size((1, 1, W, 8)), torch.float64, torch.device("cpu"), 1, 8, (0,), W // 2 + 1, "ortho", False, True)
-    assert apart(p) and not apart(
+    assert is_split(p) and not is_split(
         Plan(torch.Size((1, 1, W, 8)), torch.float64, p.device, 1, 8, (0,), 9, "ortho", False, True)
     )
     w, n, half = torch.view_as_complex(factors(p, 1).double())[: W // 4], W // 4, 0.5**0.5

@@ -1,6 +1,9 @@
 """Long-short attention by kernels against its plain way in float64: in Triton's interpreter at tiny sizes, on a GPU at real ones."""
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ pytest.importorskip("triton")
 from afno.kernels import half, windows_op, windows_refusal  # noqa: E402
 from afno.kernels.transforms import INTERPRET  # noqa: E402
 from afno.mixers import LongShortAttention  # noqa: E402
-from afno.mixers.longshort import margin, mix_windows, tile, untile, visible_keys  # noqa: E402
+from afno.mixers.longshort import is_plain, margin, mix_windows, tile, untile, visible_keys  # noqa: E402
 
 interpreted = pytest.mark.skipif(not INTERPRET, reason="kernels are compiled for the GPU here")
 on_gpu = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
@@ -171,6 +174,76 @@ def test_the_mixer_compiles_whole_on_any_grid():
         for again in (mixer_and_gradients(layer, way, x) for way in ways):
             for a, b in zip(first, again):
                 torch.testing.assert_close(a, b)
+
+
+def test_hooks_and_replaced_maps_are_honoured():
+    "The kernels read the weights of some maps without calling them; whoever hooks, prunes or replaces them gets the plain way."
+    from torch.nn.utils import parametrizations, prune
+
+    def layer():
+        return LongShortAttention(8, num_heads=2, rank=2)
+
+    assert is_plain(layer())
+    changes = (
+        lambda m: m.qkv.register_forward_hook(lambda *_: None),
+        lambda m: m.dual_ln_full.register_full_backward_hook(lambda *_: None),
+        lambda m: prune.random_unstructured(m.qkv, "weight", 0.5),
+        lambda m: parametrizations.weight_norm(m.qkv),
+        lambda m: setattr(m, "dual_ln_dp", torch.nn.Identity()),
+    )
+    for change in changes:
+        change(changed := layer())
+        assert not is_plain(changed)
+
+
+@interpreted
+def test_tensors_that_do_not_fit_are_refused():
+    (q, k, v, *far), _ = values(1, 3, 4, 2, 4, 1)
+    for given, heads, what in (
+        ((q, k[:, :2], v, *far), 2, "allowed are"),
+        ((q, k, v, *far), 3, "divisible by the heads"),
+        ((q, k, v, far[0], far[1].double()), 2, "cast or move"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            windows_op(*given, heads, 4)
+
+
+COMPILE = """
+import re, subprocess, sys, tempfile, triton
+from pathlib import Path
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from afno.kernels.windows import LOG2E, forward_kernel, keys_kernel, patch_of, queries_kernel
+
+arch, known = int(sys.argv[1]), {"LOG2E": LOG2E, "G": patch_of(12, 64, 8, 4, 8)}
+for kernel in (forward_kernel, queries_kernel, keys_kernel):
+    wide = {"L": "*fp32", "PART": "*fp32", "PAIRS": "*i64" if kernel is keys_kernel else "*fp32"}
+    kinds = {n: "constexpr" if n in known else wide.get(n, "*bf16" if n.isupper() and n not in "HW" else "i32")
+             for n in kernel.arg_names}
+    at = kernel.arg_names.index
+    aligned = {(at(n),): [["tt.divisibility", 16]] for n, k in kinds.items() if k[0] == "*"}
+    source = ASTSource(kernel, kinds, {(at(n),): v for n, v in known.items()}, aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4, "num_stages": 2})
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "k.ptx").write_text(made.asm["ptx"])
+        given = [tools / "ptxas", "-v", f"--gpu-name=sm_{arch}{'a' if arch == 90 else ''}", "k.ptx", "-o", "k"]
+        said = subprocess.run(given, cwd=folder, capture_output=True, text=True)
+    print(kernel.__name__, made.metadata.shared, re.search(r"(\\d+) bytes spill stores", said.stdout + said.stderr)[1])
+"""
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_compiles(arch):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", COMPILE, str(arch)], capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = [line.split() for line in run.stdout.splitlines()]
+    assert len(found) == 3
+    for name, shared, spilled in found:
+        assert int(shared) <= 101376 and int(spilled) == 0, (
+            f"{name}: {shared} bytes of shared memory, {spilled} spilled"
+        )
 
 
 def test_what_is_not_served():

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import Settings, hopper, packed
+from . import WIDEST, Settings, hopper, packed
 from .backward import mix_gradients
-from .divide import WIDEST, divide, divided, division, unite
+from .divide import divide, divided, division, unite
 from .mix import Plan, mix_spectrum, real_weights
-from .rows import apart, slot_matrices
+from .rows import is_split, slot_matrices
 from .rows import rows_in as hopper_rows_in
 from .rows import rows_out as hopper_rows_out
 from .transforms import cdiv, rows_in, rows_out
@@ -67,7 +67,7 @@ def row_transforms(
     "Choose the row transforms."
     able = hopper.able(p.device, p.dtype)
     inside = F if able and p.C % 2 == 0 else 1  # copies take 4 bytes
-    if inside > 1 or (able and p.C % 8 == 0 and (p.W <= WIDEST or apart(p))):
+    if inside > 1 or (able and p.C % 8 == 0 and (p.W <= WIDEST or is_split(p))):
         return inside, True, slot_matrices(p, inside)
     return 1, False, (p.forward, p.inverse, p.inverse_t, p.forward_t)
 

@@ -7,7 +7,7 @@ __all__ = ['SHARED', 'Rows', 'across', 'sums', 'swizzled', 'slot', 'slot_pair', 
            'half_turns', 'unjoin', 'rejoin', 'cross', 'divide_tile', 'unite_tile', 'both_ends', 'evens_odds', 'halves',
            'in_turn', 'start', 'arrived', 'copy_tokens', 'where_spectrum', 'store_rows', 'line_at', 'write_spectrum',
            'in_worker', 'copy_spectrum', 'united', 'write_tokens', 'skip_of', 'out_worker', 'matrix', 'room',
-           'in_kernel', 'extras', 'out_kernel', 'piece', 'apart', 'slots_of', 'slot_matrix', 'half_matrices',
+           'in_kernel', 'extras', 'out_kernel', 'piece', 'is_split', 'slots_of', 'slot_matrix', 'half_matrices',
            'slot_matrices', 'factors', 'far', 'rows_in', 'rows_out']
 
 # %% ../../nbs/27_kernels.rows.ipynb #59f73ff9
@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .divide import WIDEST, twiddles
+from . import WIDEST
+from .divide import twiddles
 from afno.kernels.hopper import (
     async_copy,
     barrier,
@@ -46,7 +47,7 @@ class Rows(NamedTuple):
     add: bool  # Add the skip
     V: tuple[int, int]  # Units of C and the tokens' strides, and of the skip's: alignment, known when compiled
     two: bool  # Two workers share the matrix
-    E: int = 1  # 2: even and odd tokens of a long row are multiplied apart, by the matrix of half the length; F = 1, E N = 64
+    split: int = 1  # 2: even and odd tokens of a long row are multiplied apart, by the matrix of half the length; then F = 1, N = 32
 
     @property
     def warps(self) -> int:
@@ -88,7 +89,9 @@ def slot_pair(r, W):
     "Row r of the spectra of even and odd tokens, W of each: its slot m, and where columns m and W - m of the whole stand."
     m = r // 16 * 8 + r % 8
     im = r // 8 % 2
-    low = gl.where(m == 0, im * (W - 1), 2 * m - 1 + im)  # the imaginary parts' place of slot 0 is that of column W/2
+    low = gl.where(
+        m == 0, im * (W - 1), 2 * m - 1 + im
+    )  # the imaginary parts' place of slot 0 is that of the half rows' last column, W/4 of the whole row's
     high = gl.where(m == 0, 2 * W - 1 - im * (W - 1), 2 * (W - m) - 1 + im)
     return m, low, high
 
@@ -96,7 +99,7 @@ def slot_pair(r, W):
 @gluon_jit()
 def where_tokens(r, q, sh, sw, part, V: gl.constexpr, G: gl.constexpr):
     "Offsets of token r and column q: a row of tokens or every other token, a channel."
-    if G.E == 2:
+    if G.split == 2:
         return (r * 2 * sw)[:, None] * V + ((q // G.N) * sw * V + q % G.N)[None, :]
     else:
         return (r * sw)[:, None] * V + ((q // G.N) * part * sh * V + q % G.N)[None, :]
@@ -129,10 +132,10 @@ def turns(TW, h, H, F: gl.constexpr):
 
 @gluon_jit()
 def half_turns(TW, G: gl.constexpr):
-    "Factors of the odd tokens' spectrum, for every piece."
+    "Factors of the odd tokens' spectrum, for every piece: a tile has as many pieces as its result."
     wr = ()
     wi = ()
-    if G.E == 2:
+    if G.split == 2:
         P: gl.constexpr = G.P
         S: gl.constexpr = G.S
         re, im = halves(gl.zeros([P, 64], gl.float32, sums(G)))
@@ -239,7 +242,7 @@ def both_ends(re, im, wr, wi, first: gl.constexpr, G: gl.constexpr):
     hi = er * half - tr, ti - ei * half
     if first:
         zero = (gl.arange(0, G.P // 2, gl.SliceLayout(1, er.type.layout)) == 0)[:, None]
-        lo = lo[0], gl.where(zero, ei, lo[1])  # column W/2
+        lo = lo[0], gl.where(zero, ei, lo[1])  # column W/4 of the whole row
         hi = hi[0], gl.where(zero, -odd_i, hi[1])
     return rejoin((lo[0], hi[0]), 2, G.N), rejoin((lo[1], hi[1]), 2, G.N)
 
@@ -313,7 +316,7 @@ def copy_tokens(st, X, b, t, NT, H, W, C, sb, sh, sw, G: gl.constexpr):
 def where_spectrum(r, q, W, slots, part, C8, G: gl.constexpr):
     "Offsets of row r and column q of a spectrum's tile, and which rows exist."
     n = q % G.N
-    if G.E == 2:
+    if G.split == 2:
         m, low, high = slot_pair(r, W)
         at = gl.where((q < G.N)[None, :], low[:, None], high[:, None]) * part * C8 + n[None, :]
         return at, m < slots
@@ -348,7 +351,7 @@ def line_at(Z, t, NT, H, slots, C8, G: gl.constexpr):
     "Where a tile's line of the spectrum begins."
     line = t // NT
     part = H // G.F
-    if G.E == 2:
+    if G.split == 2:
         size = 4 * slots
     elif G.F == 1:
         size = 2 * slots - 1 + G.pole  # packed: columns 0 and W/2 are real
@@ -363,7 +366,7 @@ def write_spectrum(Z, s, acc, wr, wi, i: gl.constexpr, zero, t, NT, H, W, slots,
     n0 = t % NT * G.N
     part = H // G.F
     Z = line_at(Z, t, NT, H, slots, C8, G)
-    if G.E == 2:
+    if G.split == 2:
         re, im = halves(acc)
         re, im = both_ends(re, im, wr[i], wi[i], i == 0, G)
         store_rows(Z, s, in_turn(re, im), i, False, zero, n0, part, W, slots, C8, G)
@@ -438,7 +441,7 @@ def copy_spectrum(st, ex, Z, b, t, NT, H, W, slots, C8, G: gl.constexpr):
 def united(s, wr, wi, k: gl.constexpr, G: gl.constexpr):
     "Unite piece k where it lies in shared memory."
     re, im = halves(s.load(sums(G)).to(gl.float32))
-    if G.E == 2:
+    if G.split == 2:
         re, im = evens_odds(re, im, wr[k], wi[k], k == 0, G)
     else:
         re, im = unite_tile(re, im, wr, wi, G)
@@ -449,7 +452,7 @@ def united(s, wr, wi, k: gl.constexpr, G: gl.constexpr):
 def write_tokens(Y, s, acc, e, i: gl.constexpr, zero, t, NT, H, W, C, G: gl.constexpr):
     "Write piece i of F rows of tokens, the skip added."
     s.index(zero).store(acc.to(s.dtype))
-    at, ok = tokens_at(Y, t, NT, H, W, C, H * W * C * G.E, W * C * G.E, C, i, G.V[0], G)
+    at, ok = tokens_at(Y, t, NT, H, W, C, H * W * C * G.split, W * C * G.split, C, i, G.V[0], G)
     v = s.index(zero).load(across(G))
     if G.add:
         v = (v.to(gl.float32) + e[0].to(gl.float32)).to(s.dtype)
@@ -472,32 +475,32 @@ def out_worker(
 ):
     S: gl.constexpr = G.S
     KC: gl.constexpr = G.KC
-    apart: gl.constexpr = G.F > 1 and G.pole
+    extra: gl.constexpr = G.F > 1 and G.pole
     all_: gl.constexpr = G.KC + (G.F > 1 and G.pole)
     copy_spectrum(st, ex, Z, 0, gl.minimum(begin, total - 1), NT, H, W, slots, C8, G)
     er, ei = half_turns(TW, G)
     b = begin >> 30
     for t in range(begin, total, step):
         zero = t >> 30
-        if G.F * G.E > 1:
+        if G.F * G.split > 1:
             wr, wi = er, ei
             if G.F > 1:
                 wr, wi = turns(TW, t // NT % (H // G.F), H, G.F)
             arrived()
             for k in gl.static_range(KC):
                 united(st[k].index(b), wr, wi, k, G)
-            if apart:
+            if extra:
                 united(ex.index(b), wr, wi, 0, G)
             fence_async_shared()
             barrier()
         else:
             arrived()
         e = skip_of(E, 0, t, NT, H, W, C, eb, eh, ew, G)  # not earlier: shared memory would be waited for with it
-        acc = start(a_s, b_s, st, ex, b, zero, 0, apart, G)
+        acc = start(a_s, b_s, st, ex, b, zero, 0, extra, G)
         copy_spectrum(st, ex, Z, 1 - b, gl.minimum(t + step, total - 1), NT, H, W, slots, C8, G)  # the next
         for i in gl.static_range(S):
             if i + 1 < S:
-                ahead = start(a_s, b_s, st, ex, b, zero, i + 1, apart, G)
+                ahead = start(a_s, b_s, st, ex, b, zero, i + 1, extra, G)
                 after = skip_of(E, i + 1, t, NT, H, W, C, eb, eh, ew, G)
                 now = warpgroup_mma_wait(all_, deps=(acc,))
                 write_tokens(Y, s, now, e, i, zero, t, NT, H, W, C, G)
@@ -613,7 +616,7 @@ def piece(
     return 128 if W > 192 else 64
 
 
-def apart(
+def is_split(
     p: Plan,  # The call's plan
 ) -> bool:
     "Say whether even and odd tokens of a row are multiplied apart: for long rows that keep all columns."
@@ -670,7 +673,7 @@ def slot_matrices(
     key = ("slots", p.W, p.M, F > 1, *(m.data_ptr() for m in given))
     if key not in _KEPT:
         with torch.inference_mode(False), torch.no_grad():
-            W, Q, given = (p.W // 2, p.W // 2, half_matrices(p)) if apart(p) else (p.W, p.Q, given)
+            W, Q, given = (p.W // 2, p.W // 2, half_matrices(p)) if is_split(p) else (p.W, p.Q, given)
             _KEPT[key] = tuple(slot_matrix(m, W, Q, F, bool(i % 2)) for i, m in enumerate(given))
     return _KEPT[key]
 
@@ -680,7 +683,7 @@ def factors(
     F: int,  # Parts into which columns are divided
 ) -> Tensor:  # As `twiddles`; for even and odd tokens (slots, 2) float32: e^(-2 pi i m / W) / sqrt(2)
     "Build the factors that a kernel multiplies by; they are kept."
-    if not apart(p):
+    if not is_split(p):
         return twiddles(p, F)
     key = ("half turns", p.W, str(p.device))
     if key not in _KEPT:
@@ -696,9 +699,9 @@ SHARED = 232448  # bytes of a multiprocessor
 
 def _launch(kernel, p: Plan, F: int, back: bool, add: bool, units: tuple[int, int], numbers: tuple[int, ...]) -> Launch:
     "Launch of either kernel."
-    E = 1 + apart(p)
-    W, N = p.W // E, 64 // (F * E)
-    (slots, pole), P = slots_of(W if E == 2 else p.Q), piece(W)
+    split = 1 + is_split(p)
+    W, N = p.W // split, 64 // (F * split)
+    (slots, pole), P = slots_of(W if split == 2 else p.Q), piece(W)
     a, b = cdiv(W, P), cdiv(2 * slots, P)
     S, KC = (a, b) if back else (b, a)
     fixed, own = S * KC * P * P * 2, (2 * KC + 1) * P * 128
@@ -706,7 +709,7 @@ def _launch(kernel, p: Plan, F: int, back: bool, add: bool, units: tuple[int, in
         fixed, own = fixed + S * P * 32, own + 4096
     fit = max(1, (SHARED - 1024) // (fixed + own))  # programs on a multiprocessor; registers are enough for 4 or 5
     two = P == 64 and fit == 1 and fixed + 2 * own + 1024 <= SHARED
-    G = Rows(F, N, P, KC, S, pole, add, units, two, E)
+    G = Rows(F, N, P, KC, S, pole, add, units, two, split)
     tiles = cdiv(p.C if back else p.P, N)
     total = p.B * (p.H // F) * tiles
     programs = min(

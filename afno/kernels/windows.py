@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['QUERIES', 'STEP', 'FIELD', 'LOG2E', 'Patch', 'patch_of', 'place', 'locate', 'read', 'write', 'key_code', 'tile_code',
-           'sees', 'attend', 'forward_kernel', 'through', 'queries_kernel', 'keys_kernel', 'Calls', 'calls_of',
-           'forward', 'backward']
+           'sees', 'attend', 'landmarks', 'neighbours', 'forward_kernel', 'through', 'queries_kernel', 'keys_kernel',
+           'Calls', 'calls_of', 'check_keys', 'forward', 'backward']
 
 # %% ../../nbs/29_kernels.windows.ipynb #a6891962
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportPossiblyUnboundVariable=false
@@ -40,12 +40,13 @@ class Patch(NamedTuple):
     BN: int  # Keys (or queries) of a step
     BD: int  # D, padded
     BR: int  # Landmarks of a step, padded
+    field: int  # Of a row in the number of a row and a column
     slack: int  # For `sees`: a power of two less the side of a grown tile, for row and column
     outside: int  # For `sees`: bits that no difference below that power has
     unit: int  # Of the strides of q, k and v: alignment
     scale: float  # Of the scores
 
-
+# %% ../../nbs/29_kernels.windows.ipynb #f0839028
 def patch_of(
     heads: int,  # Heads
     D: int,  # Channels of a head
@@ -74,6 +75,7 @@ def patch_of(
         STEP,
         power(D),
         min(power(R), 64),
+        FIELD,
         *bits,
         unit,
         D**-0.5,
@@ -116,15 +118,15 @@ def write(X, at, ok, values, G: tl.constexpr):
 
 # %% ../../nbs/29_kernels.windows.ipynb #136b029c
 @jit()
-def key_code(row, col, ok):
+def key_code(row, col, ok, G: tl.constexpr):
     "Make one number of a key's row and column."
-    return tl.where(ok, row * 65536 + col, 1 << 30)
+    return tl.where(ok, row * G.field + col, 1 << 30)
 
 
 @jit()
 def tile_code(row, col, G: tl.constexpr):
     "Make one number of the row and column where a token's tile starts; without signs a power of two divides in one instruction."
-    row = row.to(tl.uint32, bitcast=True) // G.w * (G.w * 65536)
+    row = row.to(tl.uint32, bitcast=True) // G.w * (G.w * G.field)
     col = col.to(tl.uint32, bitcast=True) // G.w * G.w
     return (row + col).to(tl.int32, bitcast=True)
 
@@ -144,6 +146,27 @@ def attend(scores, v, top, total, acc, unit: tl.constexpr):
     shrink = tl.exp2((top - new) * unit)
     acc = tl.dot(share.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return new, total * shrink + tl.sum(share, 1), acc
+
+# %% ../../nbs/29_kernels.windows.ipynb #eea5d344
+@jit()
+def landmarks(FK, FV, b, head, j, G: tl.constexpr):
+    "Numbers, keys and values of a step of landmarks."
+    C: tl.constexpr = G.heads * G.D
+    R: tl.constexpr = G.R
+    n = j + tl.arange(0, G.BR)
+    fk = read(FK + b * R * C + head * G.D, n * C, n < R, G)
+    fv = read(FV + b * R * C + head * G.D, n * C, n < R, G)
+    return n, fk, fv
+
+
+@jit()
+def neighbours(K, V, j, row, col, H, W, kh, kw, vh, vw, G: tl.constexpr):
+    "Codes, keys and values of a step of the tokens around the patch that starts at (row, col)."
+    KW: tl.constexpr = G.PW + 2 * G.g
+    kr, kc, real = locate(j + tl.arange(0, G.BN), row - G.g, col - G.g, H, W, KW)
+    k = read(K, ((row - G.g + kr) * kh + (col - G.g + kc) * kw) * G.unit, real, G)
+    v = read(V, ((row - G.g + kr) * vh + (col - G.g + kc) * vw) * G.unit, real, G)
+    return key_code(kr, kc, real, G)[None, :], k, v
 
 # %% ../../nbs/29_kernels.windows.ipynb #3ba89087
 _STRIDES = ("qb", "qh", "qw", "kb", "kh", "kw", "vb", "vh", "vw")
@@ -172,9 +195,7 @@ def forward_kernel(
     total = tl.full((G.BM,), 0.0, tl.float32)
     acc = tl.full((G.BM, G.BD), 0.0, tl.float32)
     for j in tl.static_range(0, R, BR):
-        n = j + tl.arange(0, G.BR)
-        fk = read(FK + b * R * C + head * G.D, n * C, n < R, G)
-        fv = read(FV + b * R * C + head * G.D, n * C, n < R, G)
+        n, fk, fv = landmarks(FK, FV, b, head, j, G)
         far = tl.dot(q, tl.trans(fk), input_precision="ieee")
         far = tl.where((n < R)[None, :], far, float("-inf"))
         top, total, acc = attend(far, fv, top, total, acc, G.scale * LOG2E)
@@ -182,11 +203,9 @@ def forward_kernel(
     K += b * kb * G.unit + head * G.D
     V += b * vb * G.unit + head * G.D
     for j in range(0, KH * KW, G.BN):
-        kr, kc, real = locate(j + tl.arange(0, G.BN), row - G.g, col - G.g, H, W, KW)
-        k = read(K, ((row - G.g + kr) * kh + (col - G.g + kc) * kw) * G.unit, real, G)
-        v = read(V, ((row - G.g + kr) * vh + (col - G.g + kc) * vw) * G.unit, real, G)
+        key, k, v = neighbours(K, V, j, row, col, H, W, kh, kw, vh, vw, G)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        s = tl.where(sees(tile, key_code(kr, kc, real)[None, :], G), s, float("-inf"))
+        s = tl.where(sees(tile, key, G), s, float("-inf"))
         top, total, acc = attend(s, v, top, total, acc, G.scale * LOG2E)
     at = (row + r) * W + col + c
     write(Y + b * H * W * C + head * G.D, at * C, ok, acc / total[:, None], G)
@@ -228,9 +247,7 @@ def queries_kernel(
     PART += (tl.program_id(0) // G.heads).to(tl.int64) * R * C + head * G.D
     others = tl.num_programs(0).to(tl.int64) * (R * G.D)  # numbers of the keys' parts, before those of the values'
     for j in tl.static_range(0, R, BR):
-        n = j + tl.arange(0, G.BR)
-        fk = read(FK + b * R * C + head * G.D, n * C, n < R, G)
-        fv = read(FV + b * R * C + head * G.D, n * C, n < R, G)
+        n, fk, fv = landmarks(FK, FV, b, head, j, G)
         far = tl.dot(q, tl.trans(fk), input_precision="ieee")
         fo = tl.dot(gy, tl.trans(fv), input_precision="ieee")
         share, fg = through(far, (n < R)[None, :], logs[:, None], fo, delta[:, None], G.scale * LOG2E)
@@ -241,12 +258,10 @@ def queries_kernel(
     K += b * kb * G.unit + head * G.D
     V += b * vb * G.unit + head * G.D
     for j in range(0, KH * KW, G.BN):
-        kr, kc, real = locate(j + tl.arange(0, G.BN), row - G.g, col - G.g, H, W, KW)
-        k = read(K, ((row - G.g + kr) * kh + (col - G.g + kc) * kw) * G.unit, real, G)
-        v = read(V, ((row - G.g + kr) * vh + (col - G.g + kc) * vw) * G.unit, real, G)
+        key, k, v = neighbours(K, V, j, row, col, H, W, kh, kw, vh, vw, G)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         o = tl.dot(gy, tl.trans(v), input_precision="ieee")
-        seen = sees(tile, key_code(kr, kc, real)[None, :], G)
+        seen = sees(tile, key, G)
         _, gs = through(s, seen, logs[:, None], o, delta[:, None], G.scale * LOG2E)
         acc = tl.dot(gs.to(k.dtype), k, acc, input_precision="ieee")
     write(GQ + here, at * C, ok, acc * G.scale, G)
@@ -271,7 +286,7 @@ def keys_kernel(
     here = b * H * W * C + head * G.D
     Q += b * qb * G.unit + head * G.D
     PAIRS += (b * G.heads + head) * H * W
-    key = key_code(kr + back, kc + back, real)[:, None]
+    key = key_code(kr + back, kc + back, real, G)[:, None]
     gk = tl.full((G.BM, G.BD), 0.0, tl.float32)
     gv = tl.full((G.BM, G.BD), 0.0, tl.float32)
     for j in range(0, QH * QW, G.BN):
@@ -325,6 +340,21 @@ def calls_of(
     )
 
 
+def check_keys(q: Tensor, k: Tensor, v: Tensor, far_k: Tensor, far_v: Tensor, heads: int) -> None:
+    "Refuse tensors that do not fit together; ValueError."
+    B, _, _, C = q.shape
+    if C % heads or not q.shape == k.shape == v.shape or far_k.shape != far_v.shape or far_k.shape[::2] != (B, C):
+        shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v, far_k, far_v))
+        raise ValueError(
+            f"queries, keys, values and landmarks have shapes {shapes} for {heads} heads; allowed are (B, H, W, C) thrice and (B, R, C) twice, C divisible by the heads"
+        )
+    for t in (k, v, far_k, far_v):
+        if t.dtype != q.dtype or t.device != q.device:
+            raise ValueError(
+                f"queries are {q.dtype} on {q.device}, another tensor is {t.dtype} on {t.device}; cast or move it"
+            )
+
+# %% ../../nbs/29_kernels.windows.ipynb #4bafa712
 def _simple(t: Tensor) -> Tensor:
     "Make a tensor (B, H, W, C) one that kernels can read."
     wide = t.stride(3) != 1 or sum((n - 1) * s for n, s in zip(t.shape[1:], t.stride()[1:])) >= 2**31
@@ -341,6 +371,7 @@ def forward(
     window: int,  # Side of a tile, in tokens
 ) -> tuple[Tensor, Tensor]:  # (B, H, W, C), and log2 of the sums of the softmax (B, heads, H, W) float32
     "Attend to windows and landmarks."
+    check_keys(q, k, v, far_k, far_v, heads)
     q, k, v = _simple(q), _simple(k), _simple(v)
     y, logs = q.new_empty(q.shape), q.new_empty((q.shape[0], heads, *q.shape[1:3]), dtype=torch.float32)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SEGMENTS', 'tile', 'untile', 'visible_keys', 'margin', 'landmark_shares', 'landmarks', 'LongShortAttention',
-           'segmented_shares', 'segmented_landmarks', 'mix_windows']
+           'segmented_shares', 'segmented_landmarks', 'is_plain', 'mix_windows']
 
 # %% ../../nbs/12_mixers.longshort.ipynb #ef464e4b
 import torch
@@ -120,7 +120,7 @@ class LongShortAttention(Mixer):
 def _forward(self: LongShortAttention, x: Tensor) -> Tensor:
     "Mix the tokens; the output has the input's dtype."
     B, H, W, _ = check_tokens(x, self.dim, "LongShortAttention")
-    if x.is_cuda and windows_refusal(half(x), self.num_heads) is None:
+    if x.is_cuda and windows_refusal(x, self.num_heads) is None and is_plain(self):
         return mix_windows(self, half(x)).to(x.dtype)
     q, k, v = self.qkv(x).chunk(3, -1)  # each (B, H, W, C)
     k, v = self.dual_ln_full(k).to(q.dtype), self.dual_ln_full(v).to(q.dtype)
@@ -196,6 +196,15 @@ def _norm(ln: nn.LayerNorm, z: Tensor) -> Tensor:
     "Normalise in the tokens' own type; sums are float32 inside."
     with no_autocast(z.device):
         return F.layer_norm(z, ln.normalized_shape, ln.weight.to(z.dtype), ln.bias.to(z.dtype), ln.eps)
+
+
+def is_plain(
+    mixer: LongShortAttention,  # The layer
+) -> bool:
+    "Say whether its maps may be computed without calling them: none is replaced, parametrized, pruned or hooked."
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    parts = (mixer.qkv, nn.Linear), (mixer.dual_ln_full, nn.LayerNorm), (mixer.dual_ln_dp, nn.LayerNorm)
+    return all(type(m) is kind and not any(getattr(m, name) for name in hooks) for m, kind in parts)
 
 
 def mix_windows(
