@@ -385,7 +385,7 @@ def close_kernel(
         sum_rows(GU, GU, P + 2 * K * d, t - first, T, N, K, columns, add, cp, c, False, BT, BN)
 
 # %% ../../nbs/22_kernels.backward.ipynb #7642073b
-PARTS = 32  # of a bias gradient, a power of two
+PARTS = 64  # of a bias gradient, a power of two
 TILES = 128  # of 128 x 128 numbers: fewer do not fill a GPU
 
 
@@ -414,13 +414,14 @@ def _groups(
     "Divide a call into groups of images."
     K, a, b, step, rows = p.K, 2 * p.cp, 2 * p.dp, group(p), p.M * p.R
     S = math.gcd(SPLITS, step * rows, (p.B % step) * rows) if 2 * K * cdiv(a, 128) * cdiv(b, 128) < TILES else 1
-    N, both, groups = min(PARTS, 1 << (cdiv(step * rows, 64) - 1).bit_length()), K * S * (2 if a == b else 1), []
+    BT, BN = 32, 256  # the fastest of those tried, see below
+    N, both, groups = min(PARTS, 1 << (cdiv(step * rows, BT) - 1).bit_length()), K * S * (2 if a == b else 1), []
     widths = a, b, b if p.parts else max(a, b), a  # spectrum, hidden layer, their gradients in the other order
-    known = {"c": p.c, "d": p.d, "cp": p.cp, "dp": p.dp, "BT": 64, "BN": 64}
+    known = {"c": p.c, "d": p.d, "cp": p.cp, "dp": p.dp, "BT": BT, "BN": BN}
     for first in range(0, p.B, step):
         n = min(step, p.B - first)
         T, at = n * rows, [K * n * rows * sum(widths[:i]) for i in range(4)]
-        close = Launch(close_kernel, K * N * (cdiv(a, 64) + cdiv(b, 64)), T, N, K, first, **known)
+        close = Launch(close_kernel, K * N * (cdiv(a, BN) + cdiv(b, BN)), T, N, K, first, **known)
         launches = columns_in(p, n), columns_in(p, n, lam > 0 and p.parts, lam), close, columns_out(p, n)
         kinds = *enumerate((a, b, b, a)), (2, a)  # the last holds values before shrinkage, for magnitudes
         views = [_bare(_view(K, T, w, at[i])) for i, w in kinds]

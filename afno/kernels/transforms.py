@@ -204,8 +204,10 @@ def line(
         BK, count = 32, 4
     elif extra == "add":
         count = 1 if K <= 64 else 3
-    if extra == "add" and ys[3] % 8:  # rows of the result start at any address
-        BN = 64
+    if math.gcd(*xs) % 8:  # rows start at any address: copies ahead of their use would be of 2 or 4 bytes each
+        count = 1
+    if extra == "add" and ys[3] % 8:
+        BN, count = 64, max(count, 2)
     cfg = {
         "BM": BM,
         "BN": min(BN, max(16, 1 << (NO - 1).bit_length())),
