@@ -105,7 +105,7 @@ def run_queued(
         synchronize(device)
     return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(ends)]
 
-
+# %% ../nbs/72_speed.ipynb #5f2a90c1
 def latency(
     fn: Callable,  # What to time; a module runs in evaluation mode, without gradients
     inputs: Tensor | tuple[Tensor, ...],  # Its input, or several, on the device where it shall run

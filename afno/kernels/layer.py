@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import WIDEST, Settings, hopper, packed
+from . import WIDEST, Settings, hopper, packed, wide
 from .backward import mix_gradients
 from .divide import divide, divided, division, unite
 from .mix import Plan, mix_spectrum, real_weights
@@ -91,7 +91,7 @@ def make_plan(
     able = hopper.able(device, dtype)
     F = kept if p.R == p.H or able else 1  # only tiles on Hopper take parts that keep different rows
     q = divided(p, F) if F > 1 else p
-    q.tile = hopper.serves(q)
+    q.tile, q.wide = hopper.serves(q), wide.serves(q)
     return Call(p, q, F, kept, *row_transforms(p, F if inside else 1))
 
 # %% ../../nbs/23_kernels.layer.ipynb #06bd9702
@@ -170,7 +170,7 @@ def forward(
     def mixed() -> tuple[Tensor, Tensor]:
         call = plan_of(x, weights[0], told)
         p, z = call.inner, enter(call, 0, x)
-        mix = hopper.mix_spectrum if p.tile else mix_spectrum
+        mix = hopper.mix_spectrum if p.tile else wide.mix_spectrum if p.wide else mix_spectrum
         o = mix(p, z, z.new_empty(z.shape) if keep else z, real_weights(p, *weights), told.threshold)
         y = leave(call, 1, o, x.new_empty(x.shape), x if told.add_input else None)
         if keep and call.kept > call.F:

@@ -323,6 +323,7 @@ class Plan:
         self.norm, self.centred = norm, centred
         self.F, self.kept = 1, (self.rows,)  # parts into which columns were divided, and their kept rows
         self.tile: NamedTuple | None = None  # how the kernels for Hopper serve it, if they do
+        self.wide: NamedTuple | None = None  # likewise that for wide blocks
         self.Q, self.P = packed(self.W, cols), cdiv(self.C, 8) * 8
         self.cp, self.dp = cdiv(self.c, 8) * 8, cdiv(hidden, 8) * 8
         scale = {"ortho": 1.0, "forward": self.H**-0.5, "backward": self.H**0.5}[norm]  # columns are orthonormal
@@ -338,16 +339,8 @@ class Plan:
             RP, HP = (max(least, 1 << (n - 1).bit_length()) for n in (self.R, self.H))
             self.columns = column_matrices(self.H, self.rows, self.centred, self.dtype, self.device, RP, HP)
             HS, S = pieces(self.H, min(HP, 64)), 16 if INTERPRET and max(self.c, self.d) <= 16 else 32
-            known = {
-                "C": self.P,
-                "c": self.c,
-                "d": self.d,
-                "CENTRED": self.centred,
-                "RP": RP,
-                "HP": HP,
-                "HS": HS,
-                "NH": len(HS),
-            }
+            known = {"C": self.P, "c": self.c, "d": self.d, "CENTRED": self.centred}
+            known |= {"RP": RP, "HP": HP, "HS": HS, "NH": len(HS)}
             self.known = known | {"S": S, "NC": cdiv(self.c, S), "ND": cdiv(self.d, S)}
             self.config = {"num_warps": 4 if max(RP, HP) <= 64 else 8, "num_stages": 1}
 
@@ -460,7 +453,7 @@ def columns_out(
     return line((n, M), 2 * H, 2 * R, p.c if p.K > 1 else cp, xs, ys, blocks=p.K, width=p.W, own_out=packs, KS=R, lam=lam,
                 shrink=lam > 0)  # fmt: skip
 
-
+# %% ../../nbs/21_kernels.mix.ipynb #7c10ab42
 def affine(
     x: Tensor,  # (K, T, a), or (T, a) of one block
     w: Tensor,  # (K, a, b), or (a, b)
