@@ -189,8 +189,9 @@ def forward_backward(
     grad: Tensor,  # Of its output
     x: Tensor,  # Its input
 ) -> None:
-    "Run a module and the gradients of its parameters and input."
-    module(x).backward(grad)
+    "Run a module and the gradients of its parameters and input, in this thread."
+    with torch.autograd.set_multithreading_enabled(False):
+        module(x).backward(grad)
     module.zero_grad(set_to_none=True)
     x.grad = None
 
@@ -240,7 +241,8 @@ def time_step(
     def step(x: Tensor) -> None:
         with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
             error = loss(model(x))
-        error.backward()
+        with torch.autograd.set_multithreading_enabled(False):
+            error.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
