@@ -111,7 +111,7 @@ def latency(
     inputs: Tensor | tuple[Tensor, ...],  # Its input, or several, on the device where it shall run
     repeats: int = 20,  # Timed runs
     warmup: int = 3,  # Runs before them
-    seconds: float = math.inf,  # Begin no more than 3 timed runs, and 2 before them, once such runs took so long together
+    seconds: float = math.inf,  # Timed runs and those before them take no longer, but 3 and 2 are made; on a GPU the last one before says how many fit
 ) -> Latency:  # Seconds per call
     "Time a function or a module; on a GPU calls are queued."
     if repeats < 1 or warmup < 0:
@@ -128,8 +128,10 @@ def latency(
         call = partial(fn, *inputs)
         before = run_alone(call, device, warmup, 2, seconds)
         if device.type == "cuda":
-            fit = seconds / before[-1] if before else 0
-            runs = run_queued(call, device, int(min(repeats, max(3, fit))))
+            if seconds < math.inf and len(before) < 2:  # the first may compile
+                before += run_alone(call, device, 2 - len(before), 2, seconds)
+            fit = repeats if seconds == math.inf else int(seconds / before[-1])
+            runs = run_queued(call, device, min(repeats, max(3, fit)))
         else:
             runs = run_alone(call, device, repeats, 3, seconds)
     low, median, high = statistics.quantiles(runs, n=4, method="inclusive") if len(runs) > 1 else runs * 3
