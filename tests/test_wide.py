@@ -66,13 +66,21 @@ def test_which_calls_it_serves():
         assert tile(*other) is None, other
     assert tile(1, 50, 9, 208, 1, parts=False) is None and tile(1, 50, 9, 208, 1, hidden=104) is None
     assert tile(2, 256, 9, 208, 1, rows=129, F=4) is None  # parts keep different rows
+    for size, full in (
+        ((2, 64, 9, 208, 1), True),
+        ((2, 33, 9, 208, 1), False),
+        ((2, 64, 9, 136, 1), True),
+        ((2, 60, 9, 136, 1), False),
+    ):
+        assert wide.pays(plan(*size), wide.wide_of(plan(*size))) == full, size
 
 
 def compare(B, H, W, C, K, threshold=0.01, F=1, dtype=torch.bfloat16, spoil=False, **settings):
     "Give the largest relative difference of the steps and this, over the mixed spectra of all images that are finite."
     torch.manual_seed(0)
     p = plan(B, H, W, C, K, F=F, dtype=dtype, device="cuda", **settings)
-    p.wide, c = wide.serves(p), C // K
+    assert hopper.able(p.device, p.dtype)
+    p.wide, c = wide.wide_of(p), C // K
     assert p.wide
     shapes = (2, K, c, c), (2, K, c), (2, K, c, c), (2, K, c)
     w = real_weights(p, *(torch.randn(*s, device="cuda") / (c**0.5 if len(s) == 4 else 1) for s in shapes))

@@ -414,7 +414,8 @@ def _groups(
     "Divide a call into groups of images."
     K, a, b, step, rows = p.K, 2 * p.cp, 2 * p.dp, group(p), p.M * p.R
     S = math.gcd(SPLITS, step * rows, (p.B % step) * rows) if 2 * K * cdiv(a, 128) * cdiv(b, 128) < TILES else 1
-    BT, BN = 32, 256  # the fastest of those tried, see below
+    BN = min(256, 1 << (max(a, b) - 1).bit_length())  # 32 x 256 was the fastest of those tried, see below
+    BT = 8192 // BN
     N, both, groups = min(PARTS, 1 << (cdiv(step * rows, BT) - 1).bit_length()), K * S * (2 if a == b else 1), []
     widths = a, b, b if p.parts else max(a, b), a  # spectrum, hidden layer, their gradients in the other order
     known = {"c": p.c, "d": p.d, "cp": p.cp, "dp": p.dp, "BT": BT, "BN": BN}
