@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['GROUP_BYTES', 'folded', 'column_matrices', 'fetch', 'fetch_all', 'fold', 'column', 'store_column', 'none',
            'load_bias', 'weight', 'place', 'matrix', 'matrices', 'mix_kernel', 'pack', 'pack_kernel', 'pieces', 'Plan',
-           'real_weights', 'mix_spectrum', 'group', 'whole_columns', 'across', 'columns_in', 'columns_out', 'affine',
-           'shrink_magnitude']
+           'real_weights', 'mix_spectrum', 'group', 'whole_columns', 'block_stride', 'columns_in', 'columns_out',
+           'affine', 'shrink_magnitude']
 
 # %% ../../nbs/21_kernels.mix.ipynb #47672560
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false
@@ -416,7 +416,7 @@ def whole_columns(
     return complex_matrices(p.H, p.rows, p.centred, p.dtype, p.device)
 
 
-def across(
+def block_stride(
     p: Plan,  # The call's plan
 ) -> (
     int
@@ -436,7 +436,7 @@ def columns_in(
     "Prepare the transform of all columns: real parts, then imaginary."
     H, R, M, P, cp = p.H, p.R, p.M, p.P, p.cp
     first, packs = (H * P, True) if p.F == 1 else (2 * H * P, False)  # a column's place
-    xs, ys = (p.Q * H * P, first, 0, P, across(p)), (M * R * 2 * cp, R * 2 * cp, cp, 2 * cp, n * M * R * 2 * cp)
+    xs, ys = (p.Q * H * P, first, 0, P, block_stride(p)), (M * R * 2 * cp, R * 2 * cp, cp, 2 * cp, n * M * R * 2 * cp)
     return line((n, M), 2 * R, 2 * H, p.c if p.K > 1 else cp, xs, ys, NO=cp, blocks=p.K, width=p.W, own_in=packs, MS=R,
                 extra="mask" if masked else "", es=ys, lam=lam)  # fmt: skip
 
@@ -449,7 +449,7 @@ def columns_out(
     "Prepare the transform of all columns back."
     H, R, M, P, cp = p.H, p.R, p.M, p.P, p.cp
     first, packs = (H * P, True) if p.F == 1 else (2 * H * P, False)
-    xs, ys = (M * R * 2 * cp, R * 2 * cp, cp, 2 * cp, n * M * R * 2 * cp), (p.Q * H * P, first, 0, P, across(p))
+    xs, ys = (M * R * 2 * cp, R * 2 * cp, cp, 2 * cp, n * M * R * 2 * cp), (p.Q * H * P, first, 0, P, block_stride(p))
     return line((n, M), 2 * H, 2 * R, p.c if p.K > 1 else cp, xs, ys, blocks=p.K, width=p.W, own_out=packs, KS=R, lam=lam,
                 shrink=lam > 0)  # fmt: skip
 

@@ -55,7 +55,7 @@ def pays(
     t: Wide,  # Its tile
 ) -> bool:  # Whether at least half of the layers' products are not with padding
     "Say whether a tile is full enough."
-    return 2 * p.H * p.c**2 >= 64 * (64 * t.N) ** 2
+    return 2 * p.R * p.c**2 >= 64 * (64 * t.N) ** 2
 
 
 def serves(
