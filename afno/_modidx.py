@@ -476,7 +476,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'afno.kernels.wide.spaces': ('kernels.wide.html#spaces', 'afno/kernels/wide.py'),
                                    'afno.kernels.wide.spread': ('kernels.wide.html#spread', 'afno/kernels/wide.py'),
                                    'afno.kernels.wide.swap': ('kernels.wide.html#swap', 'afno/kernels/wide.py'),
-                                   'afno.kernels.wide.swizzled': ('kernels.wide.html#swizzled', 'afno/kernels/wide.py'),
                                    'afno.kernels.wide.tile_at': ('kernels.wide.html#tile_at', 'afno/kernels/wide.py'),
                                    'afno.kernels.wide.tile_matrix': ('kernels.wide.html#tile_matrix', 'afno/kernels/wide.py'),
                                    'afno.kernels.wide.transform': ('kernels.wide.html#transform', 'afno/kernels/wide.py'),

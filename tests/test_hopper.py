@@ -1,11 +1,8 @@
 """The kernels for Hopper: compiled for it wherever there is Triton, compared with the plain kernels where there is one."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from hopper_compiler import check_compiled
 
 from afno.kernels import hopper
 from afno.kernels.backward import mix_gradients
@@ -15,35 +12,6 @@ from afno.kernels.rows import factors, is_split, slot_matrices
 from afno.spectral import row_indices
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-
-COMPILE = """
-import re, subprocess, sys, tempfile, triton
-from pathlib import Path
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
-from afno.kernels.hopper import Tile, back_kernel, mix_kernel
-from afno.kernels.rows import Rows, in_kernel, out_kernel
-
-given = eval(sys.argv[1])
-rows = len(given) < 12
-tile = Rows(*given) if rows else Tile(*given)
-warps = tile.warps if rows else tile.NW
-for kernel in (in_kernel, out_kernel) if rows else (mix_kernel, back_kernel):
-    def kind(n):
-        return "constexpr" if n == "G" else "fp32" if n == "lam" else "*fp32" if n in ("B1", "B2", "TW") else \
-        "*bf16" if n in "A Z Y X E GZ W1 W2 SZ SH SE SU".split() else "i32"
-    names = kernel.arg_names
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if kind(n)[0] == "*"}
-    source = GluonASTSource(kernel, {n: kind(n) for n in names}, {(names.index("G"),): tile}, aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "k.ptx").write_text(made.asm["ptx"])
-        said = subprocess.run([tools / "ptxas", "-v", "--gpu-name=sm_90a", "k.ptx", "-o", "k"], cwd=folder, capture_output=True, text=True)
-    said = said.stdout + said.stderr
-    spilled = int(re.search(r"(\\d+) bytes spill stores", said)[1])
-    print(kernel.__name__, made.metadata.shared, spilled, "serialized" in said)
-"""
 
 
 @pytest.mark.parametrize(
@@ -60,17 +28,10 @@ for kernel in (in_kernel, out_kernel) if rows else (mix_kernel, back_kernel):
     ids=lambda t: ("tiles" if len(t) > 10 else "rows") + str(t).replace(" ", ""),
 )
 def test_compiles_for_hopper(tile):
-    pytest.importorskip("triton")
-    if hopper.gluon is None:
-        pytest.skip("this Triton has no Gluon")
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", COMPILE, repr(tile)], capture_output=True, text=True, env=env)
-    assert run.returncode == 0, run.stderr[-2000:]
-    for line in run.stdout.splitlines():
-        name, shared, spilled, serialized = line.split()
-        assert int(shared) <= 232448, f"{name} needs {shared} bytes of shared memory, a multiprocessor has 232,448"
-        assert int(spilled) <= 128, f"{name} spills {spilled} bytes of registers"
-        assert serialized == "False", f"{name}: the assembler puts its products one after another"
+    if len(tile) > 11:
+        check_compiled("hopper", ("mix_kernel", "back_kernel"), ("Tile", tile), warps=hopper.Tile(*tile).NW)
+    else:
+        check_compiled("rows", ("in_kernel", "out_kernel"), ("Rows", tile))
 
 
 def test_tiles():

@@ -1,11 +1,8 @@
 """The pass for wide blocks: compiled for Hopper wherever there is Triton, compared with the steps where there is such a GPU."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from hopper_compiler import check_compiled
 
 from afno.kernels import hopper, wide
 from afno.kernels.divide import divided
@@ -14,39 +11,11 @@ from afno.spectral import row_indices
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
-COMPILE = """
-import re, subprocess, sys, tempfile, triton
-from pathlib import Path
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
-from afno.kernels.wide import Wide, wide_kernel
-
-names = wide_kernel.arg_names
-kinds = {n: "constexpr" if n == "G" else "fp32" if n == "lam" else "*bf16" if n in "Z Y A W1 B1 W2 B2".split() else "i32" for n in names}
-aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if kinds[n][0] == "*"}
-source = GluonASTSource(wide_kernel, kinds, {(names.index("G"),): Wide(*eval(sys.argv[1]))}, aligned)
-made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
-tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-with tempfile.TemporaryDirectory() as folder:
-    Path(folder, "k.ptx").write_text(made.asm["ptx"])
-    said = subprocess.run([tools / "ptxas", "-v", "--gpu-name=sm_90a", "k.ptx", "-o", "k"], cwd=folder, capture_output=True, text=True)
-said = said.stdout + said.stderr
-print(made.metadata.shared, re.search(r"(\\d+) bytes spill stores", said)[1], "serialized" in said)
-"""
-
 
 @pytest.mark.parametrize("tile", [(208, 208, 4, 4, True), (480, 160, 2, 3, True), (256, 128, 1, 2, False)], ids=str)
 def test_compiles_for_hopper(tile):
-    pytest.importorskip("triton")
-    if hopper.gluon is None:
-        pytest.skip("this Triton has no Gluon")
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", COMPILE, repr(tile)], capture_output=True, text=True, env=env)
-    assert run.returncode == 0, run.stderr[-2000:]
-    shared, spilled, serialized = run.stdout.split()
-    assert int(shared) <= 232448, f"{shared} bytes of shared memory, a multiprocessor has 232,448"
-    assert int(spilled) == 0, f"{spilled} bytes of registers spilled: kernels that did gave wrong results"
-    assert serialized == "False", "the assembler puts its products one after another"
+    "Not a register may be spilled: kernels that did gave wrong results."
+    check_compiled("wide", ("wide_kernel",), ("Wide", tile), warps=8, floats="", spills=0)
 
 
 def plan(B, H, W, C, K, rows=0, cols=0, centred=False, parts=True, hidden=0, F=1, dtype=torch.bfloat16, device="cpu"):
