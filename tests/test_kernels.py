@@ -1,5 +1,9 @@
 """Fused kernels against the plain route in float64: in Triton's interpreter at tiny sizes, on a GPU at real ones."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -332,6 +336,64 @@ def test_launch_is_compiled_once_for_every_type_and_device(monkeypatch):
     launch(x.half(), x)
     launch(x, x)
     assert len(kernel.compiled) == 4 and len(kernel.run) == 3
+
+
+def test_launch_takes_fewer_stages_where_shared_memory_is_small(monkeypatch):
+    from triton.runtime import errors
+
+    monkeypatch.setattr("afno.kernels.transforms.INTERPRET", False)
+
+    class Small(Recorder):
+        def __getitem__(self, grid):
+            def compile_(*args, num_stages, **constants):
+                if num_stages > most:
+                    raise errors.OutOfResources(114_688, 101_376, "shared memory")
+                return Recorder.__getitem__(self, grid)(*args, num_stages=num_stages, **constants)
+
+            return compile_
+
+    most, kernel, x = 1, Small(), torch.zeros(64)
+    Launch(kernel, 5, 7, BLOCK=16, num_stages=3)(x, x)
+    assert kernel.compiled == [((5, 1, 1), (x, x, 7), {"BLOCK": 16, "num_stages": 1})]
+    most = 0
+    with pytest.raises(errors.OutOfResources):
+        Launch(kernel, 5, 7, BLOCK=16, num_stages=3)(x, x)
+
+
+COMPILE = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from afno.kernels.backward import back_kernel
+from afno.kernels.mix import Plan, columns_in, columns_out, mix_kernel
+
+def shared(kernel, known, options):
+    kinds = {n: "constexpr" if n in known else "fp32" if n == "lam" else "*fp32" if n in ("P", "B1", "B2") else
+             "*bf16" if n in "A A2 X Y E V Z G W1 W2 SZ SH SE SU".split() else "i32" for n in kernel.arg_names}
+    at = kernel.arg_names.index
+    aligned = {(at(n),): [["tt.divisibility", 16]] for n, k in kinds.items() if k[0] == "*"}
+    source = ASTSource(kernel, kinds, {(at(n),): v for n, v in known.items()}, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 86, 32), options=options).metadata.shared
+
+plan = lambda H, K, c: Plan(torch.Size((2, H, 8, K * c)), torch.bfloat16, torch.device("cpu"), K, c, tuple(range(H)), 5, "ortho", False, True)
+for kernel in (mix_kernel, back_kernel):
+    p = plan(128, 2, 96)
+    print(shared(kernel, p.known | {"SHRINKS": True}, p.config))
+p = plan(256, 1, 208)
+for launch in (columns_in(p, 2), columns_in(p, 2, True, 0.01), columns_out(p, 2, 0.01)):
+    stages = {n: launch.constants[n] for n in ("num_warps", "num_stages")}
+    known = {n: v for n, v in launch.constants.items() if n not in stages}
+    print(min(shared(launch.kernel, known, stages | {"num_stages": s}) for s in range(1, stages["num_stages"] + 1)))
+"""
+
+
+def test_plain_kernels_fit_into_less_shared_memory():
+    "GPUs of compute capability 8.6 and 8.9 have 99 KiB; the launches take fewer stages there."
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = [int(line) for line in run.stdout.split()]
+    assert len(found) == 5 and max(found) <= 101376, found
 
 
 def test_pieces_and_packed_rows():

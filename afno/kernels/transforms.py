@@ -147,6 +147,17 @@ class Launch:
         self.kernel, self.grid, self.numbers, self.constants = kernel, (programs, 1, 1), numbers, constants
         self.compiled: dict[tuple, tuple] = {}  # device and data types -> how to run, arguments after the tensors
 
+    def _compile(self, tensors: tuple[Tensor, ...]):
+        "Run by Triton, which compiles; again with fewer stages if shared memory does not suffice."
+        while True:
+            try:
+                return self.kernel[self.grid](*tensors, *self.numbers, **self.constants)
+            except Exception as error:
+                stages = self.constants.get("num_stages", 1)
+                if type(error).__name__ != "OutOfResources" or stages == 1:
+                    raise
+                self.constants["num_stages"] = stages - 1
+
     def __call__(self, *tensors: Tensor) -> None:
         if INTERPRET:
             self.kernel[self.grid](*tensors, *self.numbers, **self.constants)
@@ -156,7 +167,7 @@ class Launch:
         if aligned and found is not None:
             found[0](*at, *found[1])
             return
-        compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.constants)
+        compiled = self._compile(tensors)
         if aligned:  # Triton compiles another kernel for other addresses, and finds it each time
             names = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
             self.compiled[key] = compiled[self.grid], (*self.numbers, *(self.constants[name] for name in names))
