@@ -15,7 +15,7 @@ from pathlib import Path
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-module, kernels, tile, warps, floats = eval(sys.argv[1])
+module, kernels, tile, warps, floats, registers = eval(sys.argv[1])
 module = importlib.import_module(module)
 tile = getattr(module, tile[0])(*tile[1])
 for kernel in (getattr(module, name) for name in kernels):
@@ -25,7 +25,7 @@ for kernel in (getattr(module, name) for name in kernels):
     names = kernel.arg_names
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if kind(n)[0] == "*"}
     source = GluonASTSource(kernel, {n: kind(n) for n in names}, {(names.index("G"),): tile}, aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps or tile.warps})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps or tile.warps, "maxnreg": registers})
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "k.ptx").write_text(made.asm["ptx"])
@@ -43,13 +43,14 @@ def check_compiled(
     warps: int = 0,  # 0: the tile says how many
     floats: str = "B1 B2 TW",  # Tensors of float32
     spills: int = 128,  # Bytes of registers that may be spilled
+    registers: int | None = None,  # That a thread may have at most
 ) -> None:
     "Compile, and ask for memory that is there, registers that suffice and products that overlap."
     pytest.importorskip("triton")
     if hopper.gluon is None:
         pytest.skip("this Triton has no Gluon")
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    told = repr((f"afno.kernels.{module}", kernels, tile, warps, floats))
+    told = repr((f"afno.kernels.{module}", kernels, tile, warps, floats, registers))
     run = subprocess.run([sys.executable, "-c", COMPILE, told], capture_output=True, text=True, env=env)
     assert run.returncode == 0, run.stderr[-2000:]
     lines = run.stdout.splitlines()

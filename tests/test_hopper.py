@@ -5,10 +5,11 @@ import torch
 from hopper_compiler import check_compiled
 
 from afno.kernels import hopper
+from afno.kernels import transforms as plain
 from afno.kernels.backward import mix_gradients
-from afno.kernels.divide import divided
+from afno.kernels.divide import divide, divided, unite
 from afno.kernels.mix import Plan, mix_spectrum, real_weights
-from afno.kernels.rows import factors, is_split, slot_matrices
+from afno.kernels.rows import factors, is_apart, is_split, rows_in, rows_out, slot_matrices
 from afno.spectral import row_indices
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -32,6 +33,15 @@ def test_compiles_for_hopper(tile):
         check_compiled("hopper", ("mix_kernel", "back_kernel"), ("Tile", tile), warps=hopper.Tile(*tile).NW)
     else:
         check_compiled("rows", ("in_kernel", "out_kernel"), ("Rows", tile))
+
+
+@pytest.mark.parametrize("F", [1, 2, 4])
+def test_even_and_odd_tiles_compile_for_hopper(F):
+    "Three programs share the registers of a multiprocessor, two with the skip or going in divided by 4."
+    for kernel, add in (("in_halves_kernel", False), ("out_halves_kernel", False), ("out_halves_kernel", True)):
+        two = add or (kernel[0] == "i" and F == 4)
+        tile = ("Rows", (F, 64 // F, 64, 2, 2, True, add, (16, 16), False))
+        check_compiled("rows", (kernel,), tile, registers=255 if two else 168)
 
 
 def test_tiles():
@@ -67,7 +77,7 @@ def test_parts_of_a_column_keep_its_rows(H, R, F):
     )
 
 
-@pytest.mark.parametrize("W, cols", [(7, 4), (10, 6), (66, 34), (66, 20), (1, 1), (2, 2), (256, 129)])
+@pytest.mark.parametrize("W, cols", [(7, 4), (10, 6), (66, 34), (66, 20), (1, 1), (2, 2), (192, 97), (256, 100)])
 @pytest.mark.parametrize("F", [1, 2])
 def test_row_matrices_in_the_order_of_the_kernels(W, cols, F):
     "Tensor cores multiply by them as they stand: 8 real parts, 8 imaginary parts."
@@ -119,6 +129,71 @@ def test_even_and_odd_tokens_make_the_whole_row(W):
             sums[place], sums[place + 8] = torch.stack([even, odd], 1).real, torch.stack([even, odd], 1).imag
             y, right = (A @ sums)[: W // 2].flatten(), exact[i][:W, :W] @ z
         assert torch.allclose(y, right, atol=1e-6), i
+
+
+@pytest.mark.parametrize("F", [1, 2, 4])
+@pytest.mark.parametrize("W", [196, 200, 256])
+def test_even_and_odd_tiles_make_divided_spectra(W, F):
+    "What the kernels do with tiles of even and of odd tokens of F rows, against the dense matrices."
+    H, h = 3 * F, 1
+    p = Plan(torch.Size((1, H, W, 8)), torch.float64, torch.device("cpu"), 1, 8, (0,), W // 2 + 1, "ortho", False, True)
+    assert is_apart(p)
+    table, n, half = torch.view_as_complex(factors(p, F).double()), torch.arange(W // 4), 0.5**0.5
+    w, place, high = table[: W // 4], n // 8 * 16 + n % 8, W // 2 - n
+    turn = (
+        table[64:].view(F, F, 3)[:, :, h] if F > 1 else torch.ones(1, 1, dtype=torch.complex128)
+    )  # part, row of tokens
+    exact = (p.forward, p.inverse, p.inverse_t, p.forward_t)
+    x, z = torch.randn(F, W, dtype=torch.float64), torch.randn(F, W // 2 + 1, dtype=torch.complex128)
+    for i, A in enumerate(slot_matrices(p, F)):
+        if i % 2 == 0:
+            sums = A[:, : W // 2] @ x.view(F, -1, 2)
+            even, odd = torch.complex(sums[:, place], sums[:, place + 8]).unbind(-1)
+            a, b = even * half + odd * w, (even * half - odd * w).conj()
+            y = torch.zeros_like(z)
+            y[:, : W // 4], y[:, high] = a, b
+            y[:, 0], y[:, -1] = a[:, 0].real + 0j, b[:, 0].real + 0j
+            y[:, W // 4] = torch.complex(even[:, 0].imag, -odd[:, 0].imag)
+            packed = x @ exact[i][:W, :W].T
+            right = torch.zeros_like(z)
+            right[:, 0], right[:, -1] = packed[:, 0] + 0j, packed[:, -1] + 0j
+            right[:, 1:-1] = torch.complex(packed[:, 1:-1:2], packed[:, 2:-1:2])
+            assert torch.allclose(turn @ y, turn @ right, atol=1e-6), i
+        else:
+            given = turn.mH @ z
+            a, b = given[:, : W // 4].clone(), given[:, high]
+            a[:, 0], b[:, 0] = a[:, 0].real + 0j, b[:, 0].real + 0j
+            even, odd = (a + b.conj()) * half, (a - b.conj()) * w.conj()
+            even[:, 0] = torch.complex(even[:, 0].real, given[:, W // 4].real)
+            odd[:, 0] = torch.complex(odd[:, 0].real, -given[:, W // 4].imag)
+            sums = torch.zeros(F, A.shape[1], 2, dtype=torch.float64)
+            both = torch.stack([even, odd], -1)
+            sums[:, place], sums[:, place + 8] = both.real, both.imag
+            y = (A @ sums)[:, : W // 2].reshape(F, W)
+            packed = torch.view_as_real(given).flatten(1)[:, [0, *range(2, W), W]]
+            assert torch.allclose(y, packed @ exact[i][:W, :W].T, atol=1e-6), i
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not ON_HOPPER, reason="needs an H100 or H200")
+@pytest.mark.parametrize("F", [1, 2, 4])
+@pytest.mark.parametrize("W, C", [(256, 208), (200, 440), (180, 96), (250, 96), (196, 206)])
+def test_rows_are_those_of_plain_kernels(W, C, F):
+    if C % 8 and F == 1:
+        pytest.skip("plain kernels serve")
+    torch.manual_seed(0)
+    size, device = torch.Size((2, 12 * F, W, C)), torch.device("cuda", 0)
+    p = Plan(size, torch.bfloat16, device, 1, C, (0,), W // 2 + 1, "ortho", False, True)
+    x, e = (torch.randn(size, device=device).bfloat16() for _ in range(2))
+    A, y, right = slot_matrices(p, F), torch.empty_like(x), torch.empty_like(x)
+    z, packed = rows_in(p, F, A[0], x), plain.rows_in(p.forward, x, p.Q)
+    wanted = divide(p, F, packed) if F > 1 else packed
+    assert (z - wanted)[..., :C].float().norm() < 6e-3 * wanted[..., :C].float().norm()
+    packed = unite(p, F, wanted, torch.empty_like(packed)) if F > 1 else packed
+    for add in (None, e):
+        rows_out(p, F, A[1], wanted, y, add)
+        plain.rows_out(p.inverse, packed, right, add)
+        assert (y - right).float().norm() < 8e-3 * right.float().norm()
 
 
 def compare(B, H, W, C, K, rows=0, cols=0, centred=False, threshold=0.01, hidden=0, dtype=torch.bfloat16):

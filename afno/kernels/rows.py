@@ -7,8 +7,10 @@ __all__ = ['SHARED', 'Rows', 'across', 'sums', 'swizzled', 'slot', 'slot_pair', 
            'half_turns', 'unjoin', 'rejoin', 'cross', 'divide_tile', 'unite_tile', 'both_ends', 'evens_odds', 'halves',
            'in_turn', 'start', 'arrived', 'copy_tokens', 'where_spectrum', 'store_rows', 'line_at', 'write_spectrum',
            'in_worker', 'copy_spectrum', 'united', 'write_tokens', 'skip_of', 'out_worker', 'matrix', 'room',
-           'in_kernel', 'extras', 'out_kernel', 'piece', 'is_split', 'slots_of', 'slot_matrix', 'half_matrices',
-           'slot_matrices', 'factors', 'far', 'rows_in', 'rows_out']
+           'in_kernel', 'extras', 'out_kernel', 'where_end', 'end_line', 'slot_turns', 'middle_at', 'middle_of',
+           'copy_halves', 'copy_ends', 'multiply_halves', 'store_end', 'write_ends', 'half_room', 'in_halves_kernel',
+           'unite_here', 'unite_ends', 'write_half', 'out_halves_kernel', 'piece', 'is_split', 'is_apart', 'slots_of',
+           'slot_matrix', 'half_matrices', 'slot_matrices', 'factors', 'far', 'rows_in', 'rows_out']
 
 # %% ../../nbs/27_kernels.rows.ipynb #59f73ff9
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportFunctionMemberAccess=false, reportPossiblyUnboundVariable=false, reportReturnType=false, reportInvalidTypeArguments=false, reportAssignmentType=false
@@ -47,7 +49,7 @@ class Rows(NamedTuple):
     add: bool  # Add the skip
     V: tuple[int, int]  # Units of C and the tokens' strides, and of the skip's: alignment, known when compiled
     two: bool  # Two workers share the matrix
-    split: int = 1  # 2: even and odd tokens of a long row are multiplied apart, by the matrix of half the length; then F = 1, N = 32
+    split: int = 1  # 2: even and odd tokens of a row of more than 256 share a tile, and F = 1, N = 32
 
     @property
     def warps(self) -> int:
@@ -608,11 +610,277 @@ def out_kernel(Z, Y, E, TW, A, total, NT, H, W, C, slots, P8, eb, eh, ew, G: gl.
     else:
         out_worker(Z, Y, E, TW, a_s, b_s, st, ex, s, g, n, total, NT, H, W, C, slots, C8, eb, eh, ew, G)
 
+# %% ../../nbs/27_kernels.rows.ipynb #5ccfaabb
+@gluon_jit()
+def where_end(r, q, high: gl.constexpr, W, slots, part, C8, G: gl.constexpr):
+    "Offsets of row r and column q in a tile of columns m, or W - m, of rows of 2 W tokens; and which rows exist."
+    m, low_at, high_at = slot_pair(r, W)
+    im = r // 8 % 2
+    if G.F == 1:
+        at = high_at if high else low_at
+    else:
+        at = 2 * (W - m) + im if high else 2 * m + im
+    return (at * part * C8)[:, None] + ((q // G.N) * (2 * W + 2) * part * C8 + q % G.N)[None, :], m < slots
+
+
+@gluon_jit()
+def end_line(Z, t, NT, H, W, C8, G: gl.constexpr):
+    "Where a tile's line of the spectrum begins."
+    line = t // NT
+    part = H // G.F
+    size = 2 * W if G.F == 1 else G.F * (2 * W + 2)
+    return Z + (line // part).to(gl.int64) * size * part * C8 + (line % part) * C8 + t % NT * G.N
+
+# %% ../../nbs/27_kernels.rows.ipynb #392e3cdc
+@gluon_jit()
+def slot_turns(TW, G: gl.constexpr):
+    "Factors of the odd tokens' spectrum, for every piece, as threads hold them."
+    P: gl.constexpr = G.P
+    KC: gl.constexpr = G.KC
+    re, im = halves(gl.zeros([P, 64], gl.float32, sums(G)))
+    L: gl.constexpr = gl.SliceLayout(1, re.type.layout)
+    wr = ()
+    wi = ()
+    for i in gl.static_range(KC):
+        at = TW + (i * (P // 2) + gl.arange(0, P // 2, L)) * 2
+        wr = wr + (gl.load(at)[:, None],)
+        wi = wi + (gl.load(at + 1)[:, None],)
+    return wr, wi
+
+
+@gluon_jit()
+def middle_at(W, t, NT, part, C8, like, G: gl.constexpr):
+    "Where column W/2 stands in F divided spectra, for the threads of slot 0; its imaginary part is a row further."
+    L: gl.constexpr = like.type.layout
+    m = gl.arange(0, like.shape[0], gl.SliceLayout(1, L))
+    q = gl.arange(0, 64, gl.SliceLayout(0, L))
+    at = (m + W)[:, None] * part * C8 + ((q // G.N) * (2 * W + 2) * part * C8 + q % G.N)[None, :]
+    return at, (m == 0)[:, None] & (t % NT * G.N + q % G.N < C8)[None, :]
+
+
+@gluon_jit()
+def middle_of(Z, t, NT, H, W, C8, G: gl.constexpr):
+    "Load column W/2 of divided spectra."
+    P: gl.constexpr = G.P
+    out = ()
+    if G.F > 1:
+        re, im = halves(gl.zeros([P, 64], gl.float32, sums(G)))
+        Z = end_line(Z, t, NT, H, W, C8, G)
+        at, ok = middle_at(W, t, NT, H // G.F, C8, re, G)
+        out = (gl.load(Z + at, mask=ok, other=0.0), gl.load(Z + H // G.F * C8 + at, mask=ok, other=0.0))
+    return out
+
+# %% ../../nbs/27_kernels.rows.ipynb #55ba6483
+@gluon_jit()
+def copy_halves(st, X, t, NT, H, W, C, sb, sh, sw, V: gl.constexpr, G: gl.constexpr):
+    "Start to copy even and odd tokens of a tile into shared memory."
+    n: gl.constexpr = len(st) // 2
+    for k in gl.static_range(2 * n):
+        at, ok = tokens_at(X + k // n * sw * V, t, NT, H, W, C, sb, sh, 2 * sw, k % n, V, G)
+        async_copy.async_copy_global_to_shared(st[k].index(0), at, ok)
+    async_copy.commit_group()
+
+
+@gluon_jit()
+def copy_ends(st, Z, t, NT, H, W, slots, C8, G: gl.constexpr):
+    "Start to copy both ends of the spectra of a tile into shared memory."
+    KC: gl.constexpr = G.KC
+    L: gl.constexpr = across(G)
+    Z = end_line(Z, t, NT, H, W, C8, G)
+    q = gl.arange(0, 64, gl.SliceLayout(0, L))
+    here = (t % NT * G.N + q % G.N < C8)[None, :]
+    for k in gl.static_range(2 * KC):
+        r = k % KC * G.P + gl.arange(0, G.P, gl.SliceLayout(1, L))
+        at, ok = where_end(r, q, k >= KC, W, slots, H // G.F, C8, G)
+        async_copy.async_copy_global_to_shared(st[k].index(0), Z + at, ok[:, None] & here)
+    async_copy.commit_group()
+
+
+@gluon_jit()
+def multiply_halves(a_s, st, zero, i: gl.constexpr, G: gl.constexpr):
+    "Multiply even and odd tokens, or their spectra, by piece i of the matrix."
+    P: gl.constexpr = G.P
+    KC: gl.constexpr = G.KC
+    even = gl.zeros([P, 64], gl.float32, sums(G))
+    odd = gl.zeros([P, 64], gl.float32, sums(G))
+    for k in gl.static_range(KC):
+        even = warpgroup_mma(a_s.index(zero + (i * KC + k)), st[k].index(zero), even, use_acc=k > 0, is_async=True)
+    for k in gl.static_range(KC):
+        odd = warpgroup_mma(a_s.index(zero + (i * KC + k)), st[KC + k].index(zero), odd, use_acc=k > 0, is_async=True)
+    return warpgroup_mma_wait(0, deps=(even, odd))
+
+# %% ../../nbs/27_kernels.rows.ipynb #0a4b7c52
+@gluon_jit()
+def store_end(Z, s, re, im, i: gl.constexpr, high: gl.constexpr, zero, n0, part, W, slots, C8, G: gl.constexpr):
+    "Write piece i of one end of a spectrum."
+    L: gl.constexpr = across(G)
+    s.index(zero).store(in_turn(re, im).to(s.dtype))
+    q = gl.arange(0, 64, gl.SliceLayout(0, L))
+    at, ok = where_end(i * G.P + gl.arange(0, G.P, gl.SliceLayout(1, L)), q, high, W, slots, part, C8, G)
+    gl.store(Z + at, s.index(zero).load(L), mask=ok[:, None] & (n0 + q % G.N < C8)[None, :])
+
+
+@gluon_jit()
+def write_ends(Z, s, even, odd, hr, hi, wr, wi, i: gl.constexpr, zero, t, NT, H, W, slots, C8, G: gl.constexpr):
+    "Turn piece i of the spectra of even and odd tokens into both ends of the whole one, divided, and write them."
+    n0 = t % NT * G.N
+    part = H // G.F
+    Z = end_line(Z, t, NT, H, W, C8, G)
+    er, ei = halves(even)
+    odd_r, odd_i = halves(odd)
+    tr = odd_r * hr - odd_i * hi
+    ti = odd_r * hi + odd_i * hr
+    half: gl.constexpr = 0.7071067811865476
+    lr, li = er * half + tr, ei * half + ti
+    ur, ui = er * half - tr, ti - ei * half
+    if i == 0:
+        first = (gl.arange(0, G.P // 2, gl.SliceLayout(1, er.type.layout)) == 0)[:, None]
+        li = gl.where(first, ei if G.F == 1 else 0.0, li)
+        ui = gl.where(first, -odd_i if G.F == 1 else 0.0, ui)
+    if G.F > 1:
+        if i == 0:
+            yr, yi = divide_tile(ei, -odd_i, wr, wi, G)
+            at, ok = middle_at(W, t, NT, part, C8, yr, G)
+            gl.store(Z + at, yr.to(s.dtype), mask=ok)
+            gl.store(Z + part * C8 + at, yi.to(s.dtype), mask=ok)
+        lr, li = divide_tile(lr, li, wr, wi, G)
+        ur, ui = divide_tile(ur, ui, wr, wi, G)
+    store_end(Z, s, lr, li, i, False, zero, n0, part, W, slots, C8, G)
+    store_end(Z, s, ur, ui, i, True, zero, n0, part, W, slots, C8, G)
+
+# %% ../../nbs/27_kernels.rows.ipynb #e2e98acc
+@gluon_jit()
+def half_room(dt: gl.constexpr, n: gl.constexpr, G: gl.constexpr):
+    "Shared memory for n pieces."
+    P: gl.constexpr = G.P
+    st = ()
+    for _ in gl.static_range(n):
+        st = st + (gl.allocate_shared_memory(dt, [1, P, 64], swizzled(128)),)
+    return st
+
+
+@gluon_jit("total", "NT", "H", "W", "C", "slots", "P8", "sb", "sh", "sw")
+def in_halves_kernel(X, Z, TW, A, total, NT, H, W, C, slots, P8, sb, sh, sw, G: gl.constexpr):
+    "Transform rows, even and odd tokens apart."
+    S: gl.constexpr = G.S
+    V: gl.constexpr = G.V[0]
+    a_s = matrix(A, S, G.P, 0, G.KC, G)
+    st = half_room(X.dtype.element_ty, 2 * G.KC, G)
+    s = half_room(X.dtype.element_ty, 1, G)[0]
+    begin = gl.program_id(0)
+    step = gl.num_programs(0)
+    copy_halves(st, X, gl.minimum(begin, total - 1), NT, H, W, C, sb, sh, sw, V, G)
+    hr, hi = slot_turns(TW, G)
+    for t in range(begin, total, step):
+        zero = t >> 30
+        wr, wi = hr, hi
+        if G.F > 1:
+            wr, wi = turns(TW + G.P * G.KC, t // NT % (H // G.F), H, G.F)
+        arrived()
+        for i in gl.static_range(S):
+            even, odd = multiply_halves(a_s, st, zero, i, G)
+            if i + 1 == S:
+                barrier()  # all warps have read the tile
+                copy_halves(st, X, gl.minimum(t + step, total - 1), NT, H, W + zero, C, sb, sh, sw + zero, V, G)
+            C8 = (P8 + zero) * 8
+            write_ends(Z, s, even, odd, hr[i], hi[i], wr, wi, i, zero, t, NT, H, W + zero, slots + zero, C8, G)
+    async_copy.wait_group(0)
+
+# %% ../../nbs/27_kernels.rows.ipynb #ac23441d
+@gluon_jit()
+def unite_here(re, im, wr, wi, G: gl.constexpr):
+    "Unite, and leave numbers in the registers' order of what was given."
+    L: gl.constexpr = re.type.layout
+    yr, yi = unite_tile(re, im, wr, wi, G)
+    return gl.convert_layout(yr, L), gl.convert_layout(yi, L)
+
+
+@gluon_jit()
+def unite_ends(st, mid, hr, hi, wr, wi, k: gl.constexpr, G: gl.constexpr):
+    "Turn piece k of both ends, divided or not, into the spectra of even and odd tokens."
+    low = st[k].index(0)
+    high = st[G.KC + k].index(0)
+    lr, li = halves(low.load(sums(G)).to(gl.float32))
+    ur, ui = halves(high.load(sums(G)).to(gl.float32))
+    ce, co = li, ui
+    if G.F > 1:
+        lr, li = unite_here(lr, li, wr, wi, G)
+        ur, ui = unite_here(ur, ui, wr, wi, G)
+        if k == 0:
+            ce, co = unite_here(mid[0].to(gl.float32), mid[1].to(gl.float32), wr, wi, G)
+    half: gl.constexpr = 0.7071067811865476
+    er, ei = (lr + ur) * half, (li - ui) * half
+    dr, di = lr - ur, li + ui
+    odd_r = dr * hr + di * hi
+    odd_i = di * hr - dr * hi
+    if k == 0:
+        first = (gl.arange(0, G.P // 2, gl.SliceLayout(1, er.type.layout)) == 0)[:, None]
+        ei = gl.where(first, ce, ei)
+        odd_i = gl.where(first, -co, odd_i)
+    low.store(in_turn(er, ei).to(low.dtype))
+    high.store(in_turn(odd_r, odd_i).to(high.dtype))
+
+# %% ../../nbs/27_kernels.rows.ipynb #15373a7a
+@gluon_jit()
+def write_half(Y, s, acc, i: gl.constexpr, odd: gl.constexpr, t, NT, H, W, C, G: gl.constexpr):
+    "Write piece i of even or odd tokens, added to the skip in its place."
+    V: gl.constexpr = G.V[0]
+    if G.add:
+        acc += s.load(sums(G)).to(gl.float32)
+    s.store(acc.to(s.dtype))
+    at, ok = tokens_at(Y + odd * C * V, t, NT, H, W, C, 2 * H * W * C, 2 * W * C, 2 * C, i, V, G)
+    gl.store(at, s.load(across(G)), mask=ok)
+
+
+@gluon_jit("total", "NT", "H", "W", "C", "slots", "P8", "eb", "eh", "ew")
+def out_halves_kernel(Z, Y, E, TW, A, total, NT, H, W, C, slots, P8, eb, eh, ew, G: gl.constexpr):
+    "Transform rows back, even and odd tokens apart, and add the skip."
+    S: gl.constexpr = G.S
+    KC: gl.constexpr = G.KC
+    V: gl.constexpr = G.V[1]
+    a_s = matrix(A, S, G.P, 0, KC, G)
+    st = half_room(Z.dtype.element_ty, 2 * KC, G)
+    sk = half_room(Z.dtype.element_ty, 2 * S if G.add else 1, G)
+    begin = gl.program_id(0)
+    step = gl.num_programs(0)
+    first = gl.minimum(begin, total - 1)
+    copy_ends(st, Z, first, NT, H, W, slots, P8 * 8, G)
+    if G.add:
+        copy_halves(sk, E, first, NT, H, W, C, eb, eh, ew, V, G)
+    hr, hi = slot_turns(TW, G)
+    for t in range(begin, total, step):
+        zero = t >> 30
+        wr, wi = hr, hi
+        if G.F > 1:
+            wr, wi = turns(TW + G.P * KC, t // NT % (H // G.F), H, G.F)
+        mid = middle_of(Z, t, NT, H, W + zero, (P8 + zero) * 8, G)
+        async_copy.wait_group(1 if G.add else 0)  # the skip may still be on its way
+        fence_async_shared()
+        barrier()
+        for k in gl.static_range(KC):
+            unite_ends(st, mid, hr[k], hi[k], wr, wi, k, G)
+        fence_async_shared()
+        barrier()
+        after = gl.minimum(t + step, total - 1)
+        for i in gl.static_range(S):
+            even, odd = multiply_halves(a_s, st, zero, i, G)
+            if G.add and i == 0:
+                arrived()
+            if i + 1 == S:
+                barrier()  # all warps have read the tile
+                copy_ends(st, Z, after, NT, H, W + zero, slots + zero, (P8 + zero) * 8, G)
+            write_half(Y, sk[i if G.add else 0].index(zero), even, i, 0, t, NT, H, W + zero, C + zero, G)
+            write_half(Y, sk[S + i if G.add else 0].index(zero), odd, i, 1, t, NT, H, W + zero, C + zero, G)
+        if G.add:
+            barrier()
+            copy_halves(sk, E, after, NT, H, W + zero, C, eb, eh, ew + zero, V, G)
+    async_copy.wait_group(0)
+
 # %% ../../nbs/27_kernels.rows.ipynb #dd1fe1e3
 def piece(
     W: int,  # Columns of the grid, half of them if even and odd tokens are apart
 ) -> int:  # 64 or 128
-    "Say how many rows a piece has: large matrices leave room for one worker, of two warpgroups."
+    "Say how many rows a piece has: large matrices leave room for one worker, of two warpgroups. Tiles of even and of odd tokens have 64."
     return 128 if W > 192 else 64
 
 
@@ -621,6 +889,14 @@ def is_split(
 ) -> bool:
     "Say whether even and odd tokens of a row are multiplied apart: for long rows that keep all columns."
     fits = WIDEST < p.W <= 2 * WIDEST and p.W % 4 == 0
+    return fits and p.M == p.W // 2 + 1 and p.norm == "ortho" and not p.centred
+
+
+def is_apart(
+    p: Plan,  # The call's plan
+) -> bool:
+    "Say whether even and odd tokens of a row are tiles of their own: for rows of 193 to 256 that keep all columns."
+    fits = 192 < p.W <= WIDEST and p.W % 4 == 0
     return fits and p.M == p.W // 2 + 1 and p.norm == "ortho" and not p.centred
 
 
@@ -673,7 +949,9 @@ def slot_matrices(
     key = ("slots", p.W, p.M, F > 1, *(m.data_ptr() for m in given))
     if key not in _KEPT:
         with torch.inference_mode(False), torch.no_grad():
-            W, Q, given = (p.W // 2, p.W // 2, half_matrices(p)) if is_split(p) else (p.W, p.Q, given)
+            W, Q = p.W, p.Q
+            if is_split(p) or is_apart(p):
+                W, Q, F, given = p.W // 2, p.W // 2, 1, half_matrices(p)
             _KEPT[key] = tuple(slot_matrix(m, W, Q, F, bool(i % 2)) for i, m in enumerate(given))
     return _KEPT[key]
 
@@ -681,20 +959,35 @@ def slot_matrices(
 def factors(
     p: Plan,  # The call's plan
     F: int,  # Parts into which columns are divided
-) -> Tensor:  # As `twiddles`; for even and odd tokens (slots, 2) float32: e^(-2 pi i m / W) / sqrt(2)
+) -> (
+    Tensor
+):  # As `twiddles`; for even and odd tokens (slots, 2) float32, e^(-2 pi i m / W) / sqrt(2), and `twiddles` after them
     "Build the factors that a kernel multiplies by; they are kept."
-    if not is_split(p):
+    if not (is_split(p) or is_apart(p)):
         return twiddles(p, F)
-    key = ("half turns", p.W, str(p.device))
+    key = ("half turns", p.W, p.H, F, str(p.device))
     if key not in _KEPT:
         with torch.inference_mode(False), torch.no_grad():
             m = torch.arange(cdiv(p.W // 4, 64) * 64, dtype=torch.float64)
             angle = -2 * math.pi / p.W * m
-            _KEPT[key] = (torch.view_as_real(torch.polar(torch.full_like(m, 0.5**0.5), angle)).float().to(p.device),)
+            w = torch.view_as_real(torch.polar(torch.full_like(m, 0.5**0.5), angle)).float().to(p.device)
+            _KEPT[key] = (torch.cat([w, twiddles(p, F).flatten(0, 1)]) if F > 1 else w,)
     return _KEPT[key][0]
 
 # %% ../../nbs/27_kernels.rows.ipynb #5c99e568
 SHARED = 232448  # bytes of a multiprocessor
+
+
+def _launch_halves(p: Plan, F: int, back: bool, add: bool, units: tuple[int, int], numbers: tuple[int, ...]) -> Launch:
+    "Launch of either kernel for even and odd tokens as tiles of their own."
+    kernel, W, pieces, N = out_halves_kernel if back else in_halves_kernel, p.W // 2, cdiv(p.W // 2, 64), 64 // F
+    fit = 2 if add or (F == 4 and not back) else 3  # programs on a multiprocessor
+    G = Rows(F, N, 64, pieces, pieces, True, add, units, False)
+    tiles = cdiv(p.C if back else p.P, N)
+    total = p.B * (p.H // F) * tiles
+    programs = min(torch.cuda.get_device_properties(p.device).multi_processor_count * fit, total)
+    numbers = total, tiles, p.H, W, p.C // units[0], W // 2, p.P // 8, *numbers
+    return Launch(kernel, programs, *numbers, G=G, num_warps=4, maxnreg=168 if fit == 3 else 255)
 
 
 def _launch(kernel, p: Plan, F: int, back: bool, add: bool, units: tuple[int, int], numbers: tuple[int, ...]) -> Launch:
@@ -725,7 +1018,8 @@ def _launch(kernel, p: Plan, F: int, back: bool, add: bool, units: tuple[int, in
 def _rows_in(p: Plan, F: int, strides: tuple[int, ...]) -> tuple[tuple[int, ...], Launch]:
     "Shape of the result and launch of `rows_in`."
     unit = math.gcd(16, p.C, *strides[:3])
-    launch = _launch(in_kernel, p, F, False, False, (unit, 1), tuple(s // unit for s in strides[:3]))
+    make = _launch_halves if is_apart(p) else functools.partial(_launch, in_kernel)
+    launch = make(p, F, False, False, (unit, 1), tuple(s // unit for s in strides[:3]))
     return (p.B * F, p.Q if F == 1 else 2 * p.M, p.H // F, p.P), launch
 
 
@@ -734,7 +1028,8 @@ def _rows_out(p: Plan, F: int, strides: tuple[int, ...] | None) -> Launch:
     "Launch of `rows_out`."
     unit, other = math.gcd(16, p.C), math.gcd(16, *(strides or (16,))[:3])
     skip = (0, 0, 0) if strides is None else tuple(s // other for s in strides[:3])
-    return _launch(out_kernel, p, F, True, strides is not None, (unit, other), skip)
+    make = _launch_halves if is_apart(p) else functools.partial(_launch, out_kernel)
+    return make(p, F, True, strides is not None, (unit, other), skip)
 
 # %% ../../nbs/27_kernels.rows.ipynb #74da575a
 def far(
