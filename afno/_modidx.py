@@ -455,6 +455,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'afno/kernels/transforms.py'),
                                          'afno.kernels.transforms.Launch.__init__': ( 'kernels.transforms.html#launch.__init__',
                                                                                       'afno/kernels/transforms.py'),
+                                         'afno.kernels.transforms.Launch._compile': ( 'kernels.transforms.html#launch._compile',
+                                                                                      'afno/kernels/transforms.py'),
                                          'afno.kernels.transforms._rows_in': ( 'kernels.transforms.html#_rows_in',
                                                                                'afno/kernels/transforms.py'),
                                          'afno.kernels.transforms._rows_out': ( 'kernels.transforms.html#_rows_out',

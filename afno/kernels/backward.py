@@ -355,8 +355,8 @@ def sum_rows(
     each = tl.cdiv(tl.cdiv(T, BT), N)  # pieces of BT rows
     start = k.to(tl.int64) * T * (2 * m)
     acc = tl.zeros((BT, BN), tl.float32)
-    for piece in range(0, each):
-        r = (part * each + piece) * BT + tl.arange(0, BT)
+    for piece in range(0, each):  # from the end, all parts side by side: the cache has what was written last
+        r = ((each - 1 - piece) * N + part) * BT + tl.arange(0, BT)
         keep = (r < T)[:, None] & (j < 2 * m)[None, :]
         at = start + r.to(tl.int64)[:, None] * (2 * m) + j[None, :]
         v = tl.load(G + at, keep, 0.0)
@@ -447,22 +447,22 @@ def _gradients_in_steps(
     for first, n, (enter, enter_masked, close, leave), views, pairs in groups:
         zs, gs = (z, g) if n == p.B else (z[first : first + n], g[first : first + n])
         s, h, gh, gu = [rows.as_strided(*view) for view in views[:4]]
-        enter(into, zs, s, s)
+        enter(into, zs, s, s, s)
         affine(s, w1, b1, out=h, relu=True)
         if lam > 0 and not p.parts:
             u = affine(h, w2, b2, out=rows.as_strided(*views[4]))
-            enter(into, gs, gu, gu)
+            enter(into, gs, gu, gu, gu)
             gu.copy_(magnitude_gradient(u, gu, lam))
         else:
             if lam > 0:
-                affine(h, w2, b2, out=gu)  # the mask, which the gradient is written over
-            enter_masked(into, gs, gu, gu)
+                product(h, w2, out=gu)  # the mask, but for its bias; the gradient is written over it
+            enter_masked(into, gs, gu, gu, b2)
         product(gu, w2.mT, out=gh)
         close(h, gh, gu, sums[2])
         for (left, right), total in zip(pairs, sums):
             outer(rows.as_strided(*left), rows.as_strided(*right), total if first else None, total)
         product(gh, w1.mT, out=s)
-        leave(back, s, gs, gs)
+        leave(back, s, gs, gs, gs)
     grads = tuple([t.new_empty(t.shape) for t in like])
     last(*sums, *grads)
     return grads

@@ -428,11 +428,9 @@ def block_stride(
 def columns_in(
     p: Plan,  # The call's plan
     n: int,  # Images
-    masked: bool = False,  # The result is kept where what is given beside it is above lam
+    masked: bool = False,  # The result is kept where what is given beside it, its bias added, is above lam
     lam: float = 0.0,  # Threshold
-) -> (
-    Launch
-):  # Takes the matrix, z (n, Q, H, P), the result (K, T, 2c') with T = n M R, and the mask, else the result again
+) -> Launch:  # Takes the matrix, z (n, Q, H, P), the result (K, T, 2c') with T = n M R, the mask and its bias (K, 2c'), else the result again
     "Prepare the transform of all columns: real parts, then imaginary."
     H, R, M, P, cp = p.H, p.R, p.M, p.P, p.cp
     first, packs = (H * P, True) if p.F == 1 else (2 * H * P, False)  # a column's place
@@ -445,7 +443,7 @@ def columns_out(
     p: Plan,  # The call's plan
     n: int,  # Images
     lam: float = 0.0,  # Threshold of a shrinkage on the way
-) -> Launch:  # Takes the matrix, (K, T, 2c'), and o (n, Q, H, P) twice
+) -> Launch:  # Takes the matrix, (K, T, 2c'), and o (n, Q, H, P) three times
     "Prepare the transform of all columns back."
     H, R, M, P, cp = p.H, p.R, p.M, p.P, p.cp
     first, packs = (H * P, True) if p.F == 1 else (2 * H * P, False)
@@ -495,12 +493,12 @@ def _mix_in_steps(p: Plan, z: Tensor, o: Tensor, w: tuple[Tensor, ...], lam: flo
     for b, n, launch_in, launch_out, shape in _groups(p, lam):
         zs, os = (z, o) if n == p.B else (z[b : b + n], o[b : b + n])
         u = z.new_empty(shape)
-        launch_in(into, zs, u, u)
+        launch_in(into, zs, u, u, u)
         h = affine(u, w1, b1, relu=True)
         affine(h, w2, b2, out=u)
         del h
         if not p.parts:
             u = shrink_magnitude(u, lam)
-        launch_out(back, u, os, os)
+        launch_out(back, u, os, os, os)
         del u  # before the next group takes memory
     return o

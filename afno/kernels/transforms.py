@@ -73,26 +73,26 @@ def pad_matrix(
     "Pad a transform's matrix with zeros."
     return F.pad(m, (0, -m.shape[1] % 64, 0, -m.shape[0] % 256)).to(dtype).to(device).contiguous()
 
-# %% ../../nbs/20_kernels.transforms.ipynb #010d1d60
+# %% ../../nbs/20_kernels.transforms.ipynb #2706e44d
 @jit()
 def soft(v, lam):
     return tl.where(v > lam, v - lam, tl.where(v >= -lam, 0.0, v + lam))  # NaN stays NaN
 
-
+# %% ../../nbs/20_kernels.transforms.ipynb #010d1d60
 _STRIDES = tuple(f"{t}{i}" for t in "xye" for i in ("0", "1", "h", "l", "b"))
 
 
 @jit("L1", "M", "K", "NT", "lda", "W", "KS", "MS", *_STRIDES)
 def line_kernel(
-    A, X, Y, E, lam, L1, M, K, NT, lda, W,  # matrix, input, output, extra; threshold; lines an image, sizes, tiles, pitch/64
+    A, X, Y, E, V, lam, L1, M, K, NT, lda, W,  # matrix, input, output, extra and its bias; threshold; lines an image, sizes, tiles, pitch/64
     x0, x1, xh, xl, KS, xb, y0, y1, yh, yl, MS, yb, e0, e1, eh, el, eb,  # strides: image, line, part, row, block
     N: tl.constexpr, NO: tl.constexpr,  # channels of a block read and written
     VX: tl.constexpr, VY: tl.constexpr, VE: tl.constexpr,  # unit of the strides: alignment, known when compiled
     OWN_IN: tl.constexpr, OWN_OUT: tl.constexpr,  # lines are columns of a packed spectrum
-    EPI: tl.constexpr, SHRINK: tl.constexpr,  # 1: add E, 2: keep where |E| > lam; shrink what is read
+    EPI: tl.constexpr, SHRINK: tl.constexpr,  # 1: add E, 2: keep where |E + V| > lam; shrink what is read
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,  # tile
 ):  # fmt: skip
-    pid = tl.program_id(0)
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)  # from the end, whose numbers were written last: the cache has them
     mt = tl.cdiv(M, BM)
     im = pid % mt  # programs of one line run together: its tokens come from memory once, then from the cache
     it = pid // mt % NT
@@ -129,7 +129,12 @@ def line_kernel(
     if EPI > 0:
         at = (((m // MS) * eh + (m % MS) * el) * VE)[:, None] + n[None, :]
         e = tl.load(E + (l0 * e0 + yq * e1 + block * eb) * VE + at, keep & (n < N)[None, :], 0.0).to(tl.float32)
-        acc = acc + e if EPI == 1 else tl.where(tl.abs(e) > lam, acc, 0.0)
+        if EPI == 1:
+            acc += e
+        else:  # a row of V for each part; read as E is, for a row alone would be read number by number
+            at = (block * (2 * NO) + m // MS * NO)[:, None] + n[None, :]
+            e += tl.load(V + at, keep & (n < N)[None, :], 0.0).to(tl.float32)
+            acc = tl.where(tl.abs(e) > lam, acc, 0.0)
     at = (((m // MS) * yh + (m % MS) * yl) * VY)[:, None] + n[None, :]
     tl.store(Y + (l0 * y0 + yq * y1 + block * yb) * VY + at, acc.to(Y.dtype.element_ty), keep)
 
@@ -195,11 +200,11 @@ def line(
     width: int = 0,  # W, where lines are columns of a packed spectrum
     own_in: bool = False,  # The input is packed
     own_out: bool = False,  # The output is packed
-    extra: str = "",  # "add": added to the result | "mask": the result is kept where this is above lam
+    extra: str = "",  # "add": added to the result | "mask": the result is kept where this and its bias are above lam
     es: tuple[int, ...] = (0, 0, 0, 0, 0),  # Strides of either
     lam: float = 0.0,  # Threshold
     shrink: bool = False,  # Shrink what is read
-) -> Launch:  # Takes the padded matrix (M, K), the input, the output, and what is extra (else the output again)
+) -> Launch:  # Takes the padded matrix (M, K), the input, the output, what is extra, and the mask's bias (blocks, parts, NO): else the output again
     "Prepare the product of every line with a matrix."
     NO = NO or N
     BM, BN, BK, warps, count = 64, 128, 64, 4, 2  # the fastest of those tried, see below
@@ -259,7 +264,7 @@ def rows_in(
     "Transform every row."
     shape, launch = _rows_in(x.shape, x.stride(), count)
     z = x.new_empty(shape)
-    launch(A, x, z, z)
+    launch(A, x, z, z, z)
     return z
 
 
@@ -271,7 +276,7 @@ def rows_out(
 ) -> Tensor:  # y
     "Transform every row back, and add the skip."
     launch = _rows_out(y.shape, z.shape[1], z.shape[3], None if add is None else add.stride())
-    launch(A, z, y, y if add is None else add)
+    launch(A, z, y, y if add is None else add, y)
     return y
 
 # %% ../../nbs/20_kernels.transforms.ipynb #cca86032
