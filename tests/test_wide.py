@@ -12,7 +12,17 @@ from afno.spectral import row_indices
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
-@pytest.mark.parametrize("tile", [(208, 208, 4, 4, True), (480, 160, 2, 3, True), (256, 128, 1, 2, False)], ids=str)
+@pytest.mark.parametrize(
+    "tile",
+    [
+        (208, 208, 4, 3, 16, True),
+        (200, 200, 4, 3, 16, False),
+        (480, 160, 2, 2, 32, True),
+        (272, 136, 1, 2, 16, True),
+        (256, 256, 1, 4, 0, False),
+    ],
+    ids=str,
+)
 def test_compiles_for_hopper(tile):
     "Not a register may be spilled: kernels that did gave wrong results."
     check_compiled("wide", ("wide_kernel",), ("Wide", tile), warps=8, floats="", spills=0)
@@ -30,16 +40,27 @@ def test_which_calls_it_serves():
         return wide.wide_of(plan(*sizes, **settings))
 
     assert wide.serves(plan(2, 64, 64, 208, 1)) is None  # no GPU
-    assert tile(2, 256, 256, 208, 1, F=4) == (208, 208, 4, 4, False) and tile(1, 50, 9, 480, 3, rows=31).N == 3
+    assert tile(2, 256, 256, 208, 1, F=4) == (208, 208, 4, 3, 16, False)
+    for c, chunks in (
+        (104, (2, 0)),
+        (136, (2, 16)),
+        (144, (2, 16)),
+        (160, (2, 32)),
+        (168, (3, 0)),
+        (216, (4, 0)),
+        (256, (4, 0)),
+    ):
+        assert tile(1, 50, 9, 3 * c, 3, rows=31)[3:5] == chunks, c
     for other in ((1, 50, 9, 96, 1), (1, 50, 9, 264, 1), (1, 50, 9, 100, 1), (1, 32, 9, 208, 1), (1, 90, 9, 208, 1)):
         assert tile(*other) is None, other
     assert tile(1, 50, 9, 208, 1, parts=False) is None and tile(1, 50, 9, 208, 1, hidden=104) is None
     assert tile(2, 256, 9, 208, 1, rows=129, F=4) is None  # parts keep different rows
     for size, full in (
-        ((2, 64, 9, 208, 1), True),
-        ((2, 33, 9, 208, 1), False),
-        ((2, 64, 9, 136, 1), True),
-        ((2, 60, 9, 136, 1), False),
+        ((2, 33, 9, 208, 1), True),
+        ((2, 36, 9, 136, 1), True),
+        ((2, 35, 9, 136, 1), False),
+        ((2, 49, 9, 104, 1), True),
+        ((2, 48, 9, 104, 1), False),
     ):
         assert wide.pays(plan(*size), wide.wide_of(plan(*size))) == full, size
 
@@ -71,6 +92,8 @@ CASES = [
     dict(B=2, H=64, W=64, C=256, K=2, threshold=0.0), dict(B=1, H=112, W=20, C=312, K=3, F=2),
     dict(B=5, H=64, W=30, C=320, K=2), dict(B=2, H=33, W=17, C=136, K=1, dtype=torch.float16),
     dict(B=3, H=60, W=40, C=192, K=1, rows=31, cols=9), dict(B=2, H=48, W=21, C=256, K=1, centred=True),
+    dict(B=2, H=64, W=30, C=144, K=1), dict(B=3, H=64, W=33, C=200, K=1), dict(B=2, H=52, W=33, C=432, K=2),
+    dict(B=9, H=64, W=64, C=136, K=1), dict(B=9, H=64, W=64, C=152, K=1, threshold=0.0),
     dict(B=1, H=64, W=1, C=208, K=1), dict(B=1, H=40, W=2, C=1560, K=15), dict(B=5, H=64, W=30, C=208, K=1, spoil=True),
 ]  # fmt: skip
 
