@@ -15,12 +15,13 @@ from pathlib import Path
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-module, kernels, tile, warps, floats, registers = eval(sys.argv[1])
+module, kernels, tile, warps, floats, bytes_, registers = eval(sys.argv[1])
 module = importlib.import_module(module)
 tile = getattr(module, tile[0])(*tile[1])
 for kernel in (getattr(module, name) for name in kernels):
     def kind(n):
         return "constexpr" if n == "G" else "fp32" if n == "lam" else "*fp32" if n in floats.split() else \
+        "*i8" if n in bytes_.split() else \
         "*bf16" if n in "A Z Y X E GZ W1 B1 W2 B2 SZ SH SE SU".split() else "i32"
     names = kernel.arg_names
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if kind(n)[0] == "*"}
@@ -42,6 +43,7 @@ def check_compiled(
     tile: tuple[str, tuple],  # Type and values of what they are compiled for
     warps: int = 0,  # 0: the tile says how many
     floats: str = "B1 B2 TW",  # Tensors of float32
+    bytes_: str = "",  # Of int8
     spills: int = 128,  # Bytes of registers that may be spilled
     registers: int | None = None,  # That a thread may have at most
 ) -> None:
@@ -50,7 +52,7 @@ def check_compiled(
     if hopper.gluon is None:
         pytest.skip("this Triton has no Gluon")
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    told = repr((f"afno.kernels.{module}", kernels, tile, warps, floats, registers))
+    told = repr((f"afno.kernels.{module}", kernels, tile, warps, floats, bytes_, registers))
     run = subprocess.run([sys.executable, "-c", COMPILE, told], capture_output=True, text=True, env=env)
     assert run.returncode == 0, run.stderr[-2000:]
     lines = run.stdout.splitlines()

@@ -6,7 +6,7 @@ from hopper_compiler import check_compiled
 
 from afno.kernels import hopper, wide
 from afno.kernels.divide import divided
-from afno.kernels.mix import Plan, mix_spectrum, real_weights
+from afno.kernels.mix import Plan, inputs_of, keep_in_steps, mix_spectrum, real_weights
 from afno.spectral import row_indices
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -20,12 +20,16 @@ ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] 
         (480, 160, 2, 2, 32, True),
         (272, 136, 1, 2, 16, True),
         (256, 256, 1, 4, 0, False),
+        (208, 208, 4, 3, 16, True, True),
+        (208, 208, 4, 3, 16, False, True),
+        (480, 160, 2, 2, 32, True, True),
+        (256, 256, 1, 4, 0, True, True),
     ],
     ids=str,
 )
 def test_compiles_for_hopper(tile):
     "Not a register may be spilled: kernels that did gave wrong results."
-    check_compiled("wide", ("wide_kernel",), ("Wide", tile), warps=8, floats="", spills=0)
+    check_compiled("wide", ("wide_kernel",), ("Wide", tile), warps=8, floats="", bytes_="SU", spills=0)
 
 
 def plan(B, H, W, C, K, rows=0, cols=0, centred=False, parts=True, hidden=0, F=1, dtype=torch.bfloat16, device="cpu"):
@@ -63,6 +67,17 @@ def test_which_calls_it_serves():
         ((2, 48, 9, 104, 1), False),
     ):
         assert wide.pays(plan(*size), wide.wide_of(plan(*size))) == full, size
+    for size, full in (
+        ((208, 208, 64, 64, 516), True),
+        ((256, 256, 64, 64, 2), True),
+        ((136, 136, 64, 64, 2), False),
+        ((208, 208, 63, 63, 2), False),
+        ((208, 208, 64, 63, 2), False),
+        ((208, 208, 64, 64, 3), False),
+        ((208, 104, 64, 64, 2), False),
+        ((96, 96, 64, 64, 2), False),
+    ):
+        assert wide.keeps(*size) == full, size
 
 
 def compare(B, H, W, C, K, threshold=0.01, F=1, dtype=torch.bfloat16, spoil=False, **settings):
@@ -96,6 +111,40 @@ CASES = [
     dict(B=9, H=64, W=64, C=136, K=1), dict(B=9, H=64, W=64, C=152, K=1, threshold=0.0),
     dict(B=1, H=64, W=1, C=208, K=1), dict(B=1, H=40, W=2, C=1560, K=15), dict(B=5, H=64, W=30, C=208, K=1, spoil=True),
 ]  # fmt: skip
+
+
+KEPT = [
+    dict(B=2, H=256, W=256, C=208, K=1, F=4), dict(B=2, H=64, W=33, C=208, K=1, threshold=0.0),
+    dict(B=1, H=128, W=30, C=480, K=3, F=2), dict(B=4, H=64, W=9, C=256, K=1, dtype=torch.float16),
+    dict(B=3, H=64, W=30, C=288, K=2, centred=True, cols=14), dict(B=1, H=64, W=6, C=192, K=1),
+]  # fmt: skip
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not ON_HOPPER, reason="needs an H100 or H200")
+@pytest.mark.parametrize("case", KEPT, ids=str)
+def test_keeps_what_the_steps_keep(case):
+    "Spectra and what either layer is given by their norms; of the shrinkage's flags all but those that rounding decides."
+    B, H, W, C, K, F, lam = (
+        case.get(n, d) for n, d in zip(("B", "H", "W", "C", "K", "F", "threshold"), (0,) * 5 + (1, 0.01))
+    )
+    torch.manual_seed(0)
+    more = {n: v for n, v in case.items() if n in ("dtype", "centred", "cols")}
+    p, c = plan(B, H, W, C, K, F=F, device="cuda", **more), C // K
+    p.wide = wide.wide_of(p)
+    assert wide.keeps(c, c, p.H, p.R, p.B * p.M)
+    shapes = (2, K, c, c), (2, K, c), (2, K, c, c), (2, K, c)
+    w = real_weights(p, *(torch.randn(*s, device="cuda") / (c**0.5 if len(s) == 4 else 1) for s in shapes))
+    z = torch.randn(p.B, p.Q, p.H, p.P, device="cuda").to(p.dtype)
+    room = [z.new_full((5 if lam else 4, p.B * p.M * p.R, C), 7) for _ in range(2)]
+    found = wide.mix_and_keep(p, z, torch.zeros_like(z), w, lam, room[0])
+    plain = keep_in_steps(p, z, torch.zeros_like(z), w, lam, room[1])
+    assert torch.equal(found, wide.mix_spectrum(p, z, torch.zeros_like(z), w, lam))
+    (s, h, flags), (s2, h2, flags2) = (inputs_of(p, kept) for kept in room)
+    for a, b in ((found, plain), (s, s2), (h, h2)):
+        assert (a.float() - b.float()).norm() < (2e-3 if p.dtype == torch.float16 else 1e-2) * b.float().norm()
+    if lam:
+        assert set(flags.unique().tolist()) == {0, 1} and (flags != flags2).float().mean() < 2e-3
 
 
 @pytest.mark.cuda

@@ -177,13 +177,12 @@ _LIBRARY.impl("mix_backward", _mix_backward, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("afno::mix", lib=_LIBRARY)
 def _(x, w1, b1, w2, b2, rows, cols, norm, centred, threshold, shrinkage, add_input, save):
-    from afno.kernels.layer import division_of, spectrum_shape
+    from afno.kernels.layer import kept_shape
 
     if not save:
         return x.new_empty(x.shape), x.new_empty(0)
-    size, parts = max(w1.shape[2:]), shrinkage == "parts" or threshold == 0
-    F, _ = division_of(x.shape, x.dtype, x.device, size, rows, parts)
-    return x.new_empty(x.shape), x.new_empty(spectrum_shape(x.shape, cols, F))
+    told = Settings(rows, cols, norm, centred, threshold, shrinkage, add_input)
+    return x.new_empty(x.shape), x.new_empty(kept_shape(x.shape, x.dtype, x.device, *w1.shape[1:4:2], told)[1])
 
 
 @torch.library.register_fake("afno::mix_backward", lib=_LIBRARY)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SPLITS', 'LEAST', 'PARTS', 'TILES', 'scratch', 'keep_rows', 'keep_sum', 'again', 'upper', 'lower', 'back_kernel',
            'unpack', 'unpack_kernel', 'outer', 'unpack_both', 'mix_gradients', 'magnitude_gradient', 'sum_rows',
-           'close_kernel']
+           'close_kernel', 'gradients_of_kept']
 
 # %% ../../nbs/22_kernels.backward.ipynb #6ea5c7fb
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false
@@ -24,6 +24,7 @@ from afno.kernels.mix import (
     fetch_all,
     folded,
     group,
+    inputs_of,
     load_bias,
     matrices,
     matrix,
@@ -405,6 +406,34 @@ def _bare(view: tuple) -> tuple:
 
 
 @functools.lru_cache(256)
+def _sums(
+    p: Plan,  # The call's plan
+    step: int,  # Images at a time
+) -> tuple:  # Parts of the weights' gradients; what makes the launch of `close_kernel`; numbers of sums, views of them; last launch
+    "Prepare the sums over rows."
+    K, a, b, rows = p.K, 2 * p.cp, 2 * p.dp, p.M * p.R
+    S = math.gcd(SPLITS, step * rows, (p.B % step) * rows) if 2 * K * cdiv(a, 128) * cdiv(b, 128) < TILES else 1
+    BN = min(256, 1 << (max(a, b) - 1).bit_length())  # 32 x 256 was the fastest of those tried, see below
+    BT = 8192 // BN
+    N, size = min(PARTS, 1 << (cdiv(step * rows, BT) - 1).bit_length()), K * S * a * b
+    known = {"c": p.c, "d": p.d, "cp": p.cp, "dp": p.dp, "BT": BT, "BN": BN}
+
+    def close(T: int, first: int) -> Launch:
+        return Launch(close_kernel, K * N * (cdiv(a, BN) + cdiv(b, BN)), T, N, K, first, **known)
+
+    views = _view(K * S * (2 if a == b else 1), a, b, 0), _view(K * S, b, a, size), ((N,), (1,), 2 * size)
+    return S, close, 2 * size + N * 2 * K * (p.c + p.d), views, _unpack(p, S, N)
+
+
+def _room_of_sums(room: Tensor, floats: int, views: tuple) -> list[Tensor]:
+    "Find memory for the sums, in `room`, which starts its storage, if they fit."
+    need = floats * 4 // room.itemsize
+    room = room.as_strided((need,), (1,)) if room.numel() >= need else room.new_empty(need)
+    room = room.view(torch.float32)
+    return [room.as_strided(*view) for view in views]
+
+
+@functools.lru_cache(256)
 def _groups(
     p: Plan,  # The call's plan
     lam: float,  # Threshold
@@ -413,24 +442,19 @@ def _groups(
 ):  # Numbers of intermediates, of sums; views of the latter; groups: images, launches, views, pairs; last launch
     "Divide a call into groups of images."
     K, a, b, step, rows = p.K, 2 * p.cp, 2 * p.dp, group(p), p.M * p.R
-    S = math.gcd(SPLITS, step * rows, (p.B % step) * rows) if 2 * K * cdiv(a, 128) * cdiv(b, 128) < TILES else 1
-    BN = min(256, 1 << (max(a, b) - 1).bit_length())  # 32 x 256 was the fastest of those tried, see below
-    BT = 8192 // BN
-    N, both, groups = min(PARTS, 1 << (cdiv(step * rows, BT) - 1).bit_length()), K * S * (2 if a == b else 1), []
+    S, close, floats, sums, last = _sums(p, step)
+    both, groups = K * S * (2 if a == b else 1), []
     widths = a, b, b if p.parts else max(a, b), a  # spectrum, hidden layer, their gradients in the other order
-    known = {"c": p.c, "d": p.d, "cp": p.cp, "dp": p.dp, "BT": BT, "BN": BN}
     for first in range(0, p.B, step):
         n = min(step, p.B - first)
         T, at = n * rows, [K * n * rows * sum(widths[:i]) for i in range(4)]
-        close = Launch(close_kernel, K * N * (cdiv(a, BN) + cdiv(b, BN)), T, N, K, first, **known)
-        launches = columns_in(p, n), columns_in(p, n, lam > 0 and p.parts, lam), close, columns_out(p, n)
+        masked = columns_in(p, n, "mask" if lam > 0 and p.parts else "", lam)
+        launches = columns_in(p, n), masked, close(T, first), columns_out(p, n)
         kinds = *enumerate((a, b, b, a)), (2, a)  # the last holds values before shrinkage, for magnitudes
         views = [_bare(_view(K, T, w, at[i])) for i, w in kinds]
         halves = [_view(both, T // S, w, at[i]) for i, w in enumerate((a, b, b, a))]
         groups.append((first, n, launches, views, list(zip(halves, halves[2:]))[: 1 if a == b else 2]))
-    size = K * S * a * b
-    sums = _view(both, a, b, 0), _view(K * S, b, a, size), ((N,), (1,), 2 * size)
-    return K * step * rows * sum(widths), 2 * size + N * 2 * K * (p.c + p.d), sums, groups, _unpack(p, S, N)
+    return K * step * rows * sum(widths), floats, sums, groups, last
 
 # %% ../../nbs/22_kernels.backward.ipynb #99fd47e9
 def _gradients_in_steps(
@@ -440,10 +464,7 @@ def _gradients_in_steps(
     (w1, b1, w2, b2), product = w, torch.mm if p.K == 1 else torch.bmm
     numbers, floats, found, groups, last = _groups(p, lam)
     into, back = whole_columns(p)
-    need = floats * 4 // z.itemsize
-    room = room.as_strided((need,), (1,)) if room.numel() >= need else z.new_empty(need)  # `room` starts its storage
-    room = room.view(torch.float32)
-    sums, rows = [room.as_strided(*view) for view in found], z.new_empty(numbers)
+    sums, rows = _room_of_sums(room, floats, found), z.new_empty(numbers)
     for first, n, (enter, enter_masked, close, leave), views, pairs in groups:
         zs, gs = (z, g) if n == p.B else (z[first : first + n], g[first : first + n])
         s, h, gh, gu = [rows.as_strided(*view) for view in views[:4]]
@@ -463,6 +484,44 @@ def _gradients_in_steps(
             outer(rows.as_strided(*left), rows.as_strided(*right), total if first else None, total)
         product(gh, w1.mT, out=s)
         leave(back, s, gs, gs, gs)
+    grads = tuple([t.new_empty(t.shape) for t in like])
+    last(*sums, *grads)
+    return grads
+
+# %% ../../nbs/22_kernels.backward.ipynb #a4e8d7f3
+@functools.lru_cache(256)
+def _of_kept(
+    p: Plan,  # The call's plan
+    flagged: bool,  # λ > 0
+) -> tuple:  # Launches: columns, closing pass, columns back; views of intermediates, of pairs of them; numbers of sums, views of them; last launch
+    "Prepare the gradients of what was kept."
+    K, a, T = p.K, 2 * p.c, p.B * p.M * p.R
+    S, close, *others = _sums(p, p.B)
+    launches = columns_in(p, p.B, "flags" if flagged else ""), close(T, 0), columns_out(p, p.B)
+    return launches, [_bare(_view(K, T, a, i * K * T * a)) for i in (0, 1)], (2 * K * S, T // S, a), *others
+
+
+def gradients_of_kept(
+    p: Plan,  # The call's plan; c = d is a multiple of 8, real and imaginary parts are shrunk apart
+    kept: Tensor,  # As for `inputs_of`
+    g: Tensor,  # (B, Q, H, P) gradient of what the columns gave; overwritten with the gradient of the row transform
+    w: tuple[Tensor, ...],  # From `real_weights`
+    like: tuple[Tensor, ...],  # The parameters
+    room: Tensor,  # Memory to use if it is enough: contiguous, e.g. the input's gradient
+) -> tuple[Tensor, ...]:  # Gradients of w1, b1, w2, b2
+    "Compute all gradients of the pass between the row transforms from what both layers were given."
+    (w1, _, w2, _), product = w, torch.mm if p.K == 1 else torch.bmm
+    s, h, flags = inputs_of(p, kept)
+    (enter, close, leave), views, pairs, floats, found, last = _of_kept(p, flags is not None)
+    into, back = whole_columns(p)
+    sums, rows = _room_of_sums(room, floats, found), g.new_empty(2 * s.numel())
+    gh, gu = [rows.as_strided(*view) for view in views]
+    enter(into, g, gu, gu if flags is None else flags, gu)
+    product(gu, w2.mT, out=gh)
+    close(h, gh, gu, sums[2])
+    outer(kept.view(-1)[: 2 * s.numel()].view(pairs), rows.view(pairs), out=sums[0])  # of both layers
+    product(gh, w1.mT, out=gu)  # not into s, which belongs to whoever kept it
+    leave(back, gu, g, g, g)
     grads = tuple([t.new_empty(t.shape) for t in like])
     last(*sums, *grads)
     return grads

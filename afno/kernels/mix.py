@@ -6,7 +6,7 @@
 __all__ = ['GROUP_BYTES', 'folded', 'column_matrices', 'fetch', 'fetch_all', 'fold', 'column', 'store_column', 'none',
            'load_bias', 'weight', 'place', 'matrix', 'matrices', 'mix_kernel', 'pack', 'pack_kernel', 'pieces', 'Plan',
            'real_weights', 'mix_spectrum', 'group', 'whole_columns', 'block_stride', 'columns_in', 'columns_out',
-           'affine', 'shrink_magnitude']
+           'affine', 'shrink_magnitude', 'inputs_of', 'keep_in_steps']
 
 # %% ../../nbs/21_kernels.mix.ipynb #47672560
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false, reportOptionalMemberAccess=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false
@@ -428,15 +428,15 @@ def block_stride(
 def columns_in(
     p: Plan,  # The call's plan
     n: int,  # Images
-    masked: bool = False,  # The result is kept where what is given beside it, its bias added, is above lam
+    extra: str = "",  # "mask": the result is kept where what is given beside it, its bias added, is above lam | "flags": where that is not 0
     lam: float = 0.0,  # Threshold
-) -> Launch:  # Takes the matrix, z (n, Q, H, P), the result (K, T, 2c') with T = n M R, the mask and its bias (K, 2c'), else the result again
+) -> Launch:  # Takes the matrix, z (n, Q, H, P), the result (K, T, 2c') with T = n M R, mask or flags, and the mask's bias (K, 2c'); else the result again
     "Prepare the transform of all columns: real parts, then imaginary."
     H, R, M, P, cp = p.H, p.R, p.M, p.P, p.cp
     first, packs = (H * P, True) if p.F == 1 else (2 * H * P, False)  # a column's place
     xs, ys = (p.Q * H * P, first, 0, P, block_stride(p)), (M * R * 2 * cp, R * 2 * cp, cp, 2 * cp, n * M * R * 2 * cp)
     return line((n, M), 2 * R, 2 * H, p.c if p.K > 1 else cp, xs, ys, NO=cp, blocks=p.K, width=p.W, own_in=packs, MS=R,
-                extra="mask" if masked else "", es=ys, lam=lam)  # fmt: skip
+                extra=extra, es=ys, lam=lam)  # fmt: skip
 
 
 def columns_out(
@@ -501,4 +501,36 @@ def _mix_in_steps(p: Plan, z: Tensor, o: Tensor, w: tuple[Tensor, ...], lam: flo
             u = shrink_magnitude(u, lam)
         launch_out(back, u, os, os, os)
         del u  # before the next group takes memory
+    return o
+
+# %% ../../nbs/21_kernels.mix.ipynb #7d2e4b90
+def inputs_of(
+    p: Plan,  # The call's plan; c is a multiple of 8
+    kept: Tensor,  # (4 or 5, T, C) of the tokens' type, T = B M R
+) -> tuple[
+    Tensor, Tensor, Tensor | None
+]:  # Rows (K, T, 2c) of either layer, without K if it is 1; likewise in int8, 0 where shrinkage let nothing through
+    "Find in what is kept what the layers were given, and, if it has a fifth part, what shrinkage did."
+    flat, T = kept.view(-1), kept.shape[1]
+    n, shape = 2 * T * p.C, (T, 2 * p.c) if p.K == 1 else (p.K, T, 2 * p.c)
+    s, h = flat[:n].view(shape), flat[n : 2 * n].view(shape)
+    return s, h, flat[2 * n :].view(torch.int8)[:n].view(shape) if len(kept) > 4 else None
+
+
+def keep_in_steps(
+    p: Plan,  # The call's plan
+    z: Tensor,  # (B, Q, H, P) rows transformed
+    o: Tensor,  # The same shape; written; may be z
+    w: tuple[Tensor, ...],  # From `real_weights`
+    lam: float,  # Threshold of real and imaginary parts
+    kept: Tensor,  # As for `inputs_of`; written
+) -> Tensor:  # o
+    "Mix a spectrum by separate products, and keep what the gradients need."
+    (w1, b1, w2, b2), (into, back) = w, whole_columns(p)
+    s, h, flags = inputs_of(p, kept)
+    columns_in(p, p.B)(into, z, s, s, s)
+    u = affine(affine(s, w1, b1, out=h, relu=True), w2, b2)
+    if flags is not None:
+        flags.copy_(u.float().abs() > lam)
+    columns_out(p, p.B, lam)(back, u, o, o, o)
     return o

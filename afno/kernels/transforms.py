@@ -89,7 +89,7 @@ def line_kernel(
     N: tl.constexpr, NO: tl.constexpr,  # channels of a block read and written
     VX: tl.constexpr, VY: tl.constexpr, VE: tl.constexpr,  # unit of the strides: alignment, known when compiled
     OWN_IN: tl.constexpr, OWN_OUT: tl.constexpr,  # lines are columns of a packed spectrum
-    EPI: tl.constexpr, SHRINK: tl.constexpr,  # 1: add E, 2: keep where |E + V| > lam; shrink what is read
+    EPI: tl.constexpr, SHRINK: tl.constexpr,  # 1: add E, 2: keep where |E + V| > lam, 3: where E is not 0; shrink what is read
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,  # tile
 ):  # fmt: skip
     pid = tl.num_programs(0) - 1 - tl.program_id(0)  # from the end, whose numbers were written last: the cache has them
@@ -131,6 +131,8 @@ def line_kernel(
         e = tl.load(E + (l0 * e0 + yq * e1 + block * eb) * VE + at, keep & (n < N)[None, :], 0.0).to(tl.float32)
         if EPI == 1:
             acc += e
+        elif EPI == 3:
+            acc = tl.where(e != 0, acc, 0.0)
         else:  # a row of V for each part; read as E is, for a row alone would be read number by number
             at = (block * (2 * NO) + m // MS * NO)[:, None] + n[None, :]
             e += tl.load(V + at, keep & (n < N)[None, :], 0.0).to(tl.float32)
@@ -200,8 +202,8 @@ def line(
     width: int = 0,  # W, where lines are columns of a packed spectrum
     own_in: bool = False,  # The input is packed
     own_out: bool = False,  # The output is packed
-    extra: str = "",  # "add": added to the result | "mask": the result is kept where this and its bias are above lam
-    es: tuple[int, ...] = (0, 0, 0, 0, 0),  # Strides of either
+    extra: str = "",  # "add": added to the result | "mask": the result is kept where this and its bias are above lam | "flags": where this is not 0
+    es: tuple[int, ...] = (0, 0, 0, 0, 0),  # Strides of any
     lam: float = 0.0,  # Threshold
     shrink: bool = False,  # Shrink what is read
 ) -> Launch:  # Takes the padded matrix (M, K), the input, the output, what is extra, and the mask's bias (blocks, parts, NO): else the output again
@@ -235,7 +237,7 @@ def line(
     (vx, xs), (vy, ys), (ve, es) = (_unit(t) for t in (xs, ys, es))
     return Launch(line_kernel, lines[0] * lines[1] * tiles * cdiv(M, cfg["BM"]), lam, lines[1], M, K, tiles, cdiv(K, 64), width,
                   *xs[:4], KS or K, xs[4], *ys[:4], MS or M, ys[4], *es, N=N, NO=NO, VX=vx, VY=vy, VE=ve, OWN_IN=own_in,
-                  OWN_OUT=own_out, EPI={"": 0, "add": 1, "mask": 2}[extra], SHRINK=shrink, **cfg)  # fmt: skip
+                  OWN_OUT=own_out, EPI={"": 0, "add": 1, "mask": 2, "flags": 3}[extra], SHRINK=shrink, **cfg)  # fmt: skip
 
 # %% ../../nbs/20_kernels.transforms.ipynb #3972787a
 @functools.lru_cache(1024)
