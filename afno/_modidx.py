@@ -397,6 +397,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'afno.kernels.rows._rows_in': ('kernels.rows.html#_rows_in', 'afno/kernels/rows.py'),
                                    'afno.kernels.rows._rows_out': ('kernels.rows.html#_rows_out', 'afno/kernels/rows.py'),
                                    'afno.kernels.rows.across': ('kernels.rows.html#across', 'afno/kernels/rows.py'),
+                                   'afno.kernels.rows.alone': ('kernels.rows.html#alone', 'afno/kernels/rows.py'),
                                    'afno.kernels.rows.arrived': ('kernels.rows.html#arrived', 'afno/kernels/rows.py'),
                                    'afno.kernels.rows.both_ends': ('kernels.rows.html#both_ends', 'afno/kernels/rows.py'),
                                    'afno.kernels.rows.copy_ends': ('kernels.rows.html#copy_ends', 'afno/kernels/rows.py'),

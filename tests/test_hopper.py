@@ -1,15 +1,19 @@
 """The kernels for Hopper: compiled for it wherever there is Triton, compared with the plain kernels where there is one."""
 
+import types
+
 import pytest
 import torch
+from gluon_on_torch import rows_on_torch
 from hopper_compiler import check_compiled
 
 from afno.kernels import hopper
+from afno.kernels import rows as hopper_rows
 from afno.kernels import transforms as plain
 from afno.kernels.backward import mix_gradients
-from afno.kernels.divide import divide, divided, unite
+from afno.kernels.divide import divide, divided, twiddles, unite
 from afno.kernels.mix import Plan, mix_spectrum, real_weights
-from afno.kernels.rows import factors, is_apart, is_split, rows_in, rows_out, slot_matrices
+from afno.kernels.rows import factors, is_split, rows_in, rows_out, slot_matrices
 from afno.spectral import row_indices
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -36,12 +40,13 @@ def test_compiles_for_hopper(tile):
 
 
 @pytest.mark.parametrize("F", [1, 2, 4])
-def test_even_and_odd_tiles_compile_for_hopper(F):
+@pytest.mark.parametrize("all_, beyond", [(True, 2), (False, 2), (False, 1), (False, 0)])
+def test_even_and_odd_tiles_compile_for_hopper(F, all_, beyond):
     "Three programs share the registers of a multiprocessor, two with the skip or going in divided by 4."
     for kernel, add in (("in_halves_kernel", False), ("out_halves_kernel", False), ("out_halves_kernel", True)):
         two = add or (kernel[0] == "i" and F == 4)
-        tile = ("Rows", (F, 64 // F, 64, 2, 2, True, add, (16, 16), False))
-        check_compiled("rows", (kernel,), tile, registers=255 if two else 168)
+        tile = ("Rows", (F, 64 // F, 64, 2, 2, all_, add, (16, 16), False, 1, beyond))
+        check_compiled("rows", (kernel,), tile, spills=0, registers=255 if two else 168)
 
 
 def test_tiles():
@@ -77,7 +82,9 @@ def test_parts_of_a_column_keep_its_rows(H, R, F):
     )
 
 
-@pytest.mark.parametrize("W, cols", [(7, 4), (10, 6), (66, 34), (66, 20), (1, 1), (2, 2), (192, 97), (256, 100)])
+@pytest.mark.parametrize(
+    "W, cols", [(7, 4), (10, 6), (66, 34), (66, 20), (1, 1), (2, 2), (192, 97), (256, 60), (250, 100)]
+)
 @pytest.mark.parametrize("F", [1, 2])
 def test_row_matrices_in_the_order_of_the_kernels(W, cols, F):
     "Tensor cores multiply by them as they stand: 8 real parts, 8 imaginary parts."
@@ -131,59 +138,77 @@ def test_even_and_odd_tokens_make_the_whole_row(W):
         assert torch.allclose(y, right, atol=1e-6), i
 
 
+@pytest.fixture
+def one_thread():
+    "Small sums take longer on several."
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def kept_columns(W):
+    "Few columns, those about W/4 and W/2, and all."
+    return sorted({1, 9, 33, W // 4 - 1, W // 4, W // 4 + 1, W // 4 + 2, 65, 3 * W // 8, W // 2, W // 2 + 1})
+
+
 @pytest.mark.parametrize("F", [1, 2, 4])
-@pytest.mark.parametrize("W", [196, 200, 256])
-def test_even_and_odd_tiles_make_divided_spectra(W, F):
-    "What the kernels do with tiles of even and of odd tokens of F rows, against the dense matrices."
-    H, h = 3 * F, 1
-    p = Plan(torch.Size((1, H, W, 8)), torch.float64, torch.device("cpu"), 1, 8, (0,), W // 2 + 1, "ortho", False, True)
-    assert is_apart(p)
-    table, n, half = torch.view_as_complex(factors(p, F).double()), torch.arange(W // 4), 0.5**0.5
-    w, place, high = table[: W // 4], n // 8 * 16 + n % 8, W // 2 - n
-    turn = (
-        table[64:].view(F, F, 3)[:, :, h] if F > 1 else torch.ones(1, 1, dtype=torch.complex128)
-    )  # part, row of tokens
-    exact = (p.forward, p.inverse, p.inverse_t, p.forward_t)
-    x, z = torch.randn(F, W, dtype=torch.float64), torch.randn(F, W // 2 + 1, dtype=torch.complex128)
-    for i, A in enumerate(slot_matrices(p, F)):
+@pytest.mark.parametrize("W, M", [(W, M) for W in (196, 200, 256) for M in kept_columns(W)])
+def test_even_and_odd_tiles_make_divided_spectra(W, M, F, monkeypatch, one_thread):
+    "The kernels, run by torch, against the dense matrices: in, back, and the transposes of both."
+    rows, h, C = rows_on_torch(), 2, 72 if F == 1 else 64 // F + 6
+    monkeypatch.setattr(rows, "FEW", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: types.SimpleNamespace(multi_processor_count=1))
+    p = Plan(torch.Size((2, F * h, W, C)), torch.float64, torch.device("cpu"), 1, C, (0,), M, "ortho", False, True)
+    assert rows.is_apart(p)
+    turn = torch.view_as_complex(twiddles(p, F).double()).view(F, F, h) if F > 1 else torch.ones(1, 1, h) + 0j
+    numbers = [i for i in range(2 * M) if i not in (1, W + 1)]  # columns 0 and W/2 are real
+    x, e = torch.randn(2, 2, F * h, W, C, dtype=torch.float64)
+    z = torch.randn(2, F, h, C, M, 2, dtype=torch.float64)
+
+    def stored(z):
+        "Spectra (2, F, h, C, M, 2) as they lie in memory, channels padded."
+        z = z.flatten(-2)[..., numbers if F == 1 else slice(None)].permute(0, 1, 4, 2, 3).flatten(0, 1)
+        return torch.nn.functional.pad(z, (0, p.P - C)).contiguous()
+
+    given = torch.view_as_real(
+        torch.einsum("fsj,bfjcm->bsjcm", turn.conj().to(torch.complex128), torch.view_as_complex(z))
+    )
+    packed = given.flatten(-2)[..., numbers]
+    matrices = rows.slot_matrices(p, F), (p.forward, p.inverse, p.inverse_t, p.forward_t)
+    for i, (A, exact) in enumerate(zip(*matrices)):
         if i % 2 == 0:
-            sums = A[:, : W // 2] @ x.view(F, -1, 2)
-            even, odd = torch.complex(sums[:, place], sums[:, place + 8]).unbind(-1)
-            a, b = even * half + odd * w, (even * half - odd * w).conj()
-            y = torch.zeros_like(z)
-            y[:, : W // 4], y[:, high] = a, b
-            y[:, 0], y[:, -1] = a[:, 0].real + 0j, b[:, 0].real + 0j
-            y[:, W // 4] = torch.complex(even[:, 0].imag, -odd[:, 0].imag)
-            packed = x @ exact[i][:W, :W].T
-            right = torch.zeros_like(z)
-            right[:, 0], right[:, -1] = packed[:, 0] + 0j, packed[:, -1] + 0j
-            right[:, 1:-1] = torch.complex(packed[:, 1:-1:2], packed[:, 2:-1:2])
-            assert torch.allclose(turn @ y, turn @ right, atol=1e-6), i
+            right = torch.zeros(2, F, h, C, 2 * M, dtype=torch.float64)
+            right[..., numbers] = torch.einsum("qw,bsjwc->bsjcq", exact[: p.Q, :W], x.view(2, F, h, W, C))
+            right = torch.einsum(
+                "fsj,bsjcm->bfjcm", turn.to(torch.complex128), torch.view_as_complex(right.unflatten(-1, (M, 2)))
+            )
+            found = rows.rows_in(p, F, A, x)[..., :C]
+            assert torch.allclose(found, stored(torch.view_as_real(right))[..., :C], atol=1e-5), i
         else:
-            given = turn.mH @ z
-            a, b = given[:, : W // 4].clone(), given[:, high]
-            a[:, 0], b[:, 0] = a[:, 0].real + 0j, b[:, 0].real + 0j
-            even, odd = (a + b.conj()) * half, (a - b.conj()) * w.conj()
-            even[:, 0] = torch.complex(even[:, 0].real, given[:, W // 4].real)
-            odd[:, 0] = torch.complex(odd[:, 0].real, -given[:, W // 4].imag)
-            sums = torch.zeros(F, A.shape[1], 2, dtype=torch.float64)
-            both = torch.stack([even, odd], -1)
-            sums[:, place], sums[:, place + 8] = both.real, both.imag
-            y = (A @ sums)[:, : W // 2].reshape(F, W)
-            packed = torch.view_as_real(given).flatten(1)[:, [0, *range(2, W), W]]
-            assert torch.allclose(y, packed @ exact[i][:W, :W].T, atol=1e-6), i
+            right = torch.einsum("wq,bsjcq->bsjwc", exact[:W, : p.Q], packed).reshape(x.shape)
+            for add in (None, e):
+                found = rows.rows_out(p, F, A, stored(z), torch.empty_like(x), add)
+                assert torch.allclose(found, right + (0 if add is None else add), atol=1e-5), (i, add is None)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not ON_HOPPER, reason="needs an H100 or H200")
 @pytest.mark.parametrize("F", [1, 2, 4])
-@pytest.mark.parametrize("W, C", [(256, 208), (200, 440), (180, 96), (250, 96), (196, 206)])
-def test_rows_are_those_of_plain_kernels(W, C, F):
-    if C % 8 and F == 1:
-        pytest.skip("plain kernels serve")
+@pytest.mark.parametrize(
+    "W, C, M",
+    [(W, C, W // 2 + 1) for W, C in ((256, 208), (200, 440), (180, 96), (250, 96), (196, 206))]
+    + [(W, C, M) for W, C in ((256, 208), (200, 440), (196, 206)) for M in kept_columns(W)[:-1]],
+)
+@pytest.mark.parametrize("few", [0, hopper_rows.FEW])
+def test_rows_are_those_of_plain_kernels(W, C, M, F, few, monkeypatch):
+    "Rows of few columns both ways, whichever is taken."
+    if (C % 8 and F == 1) or (few and M > few):
+        pytest.skip("plain kernels serve, or the other case is the same")
+    monkeypatch.setattr(hopper_rows, "FEW", few)
     torch.manual_seed(0)
     size, device = torch.Size((2, 12 * F, W, C)), torch.device("cuda", 0)
-    p = Plan(size, torch.bfloat16, device, 1, C, (0,), W // 2 + 1, "ortho", False, True)
+    p = Plan(size, torch.bfloat16, device, 1, C, (0,), M, "ortho", False, True)
     x, e = (torch.randn(size, device=device).bfloat16() for _ in range(2))
     A, y, right = slot_matrices(p, F), torch.empty_like(x), torch.empty_like(x)
     z, packed = rows_in(p, F, A[0], x), plain.rows_in(p.forward, x, p.Q)
