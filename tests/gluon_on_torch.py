@@ -80,6 +80,7 @@ def stand_in(real: torch.dtype) -> dict[str, Any]:
         minimum=lambda a, b: torch.minimum(held(a), held(b)), maximum=lambda a, b: torch.maximum(held(a), held(b)),
         load=lambda p, mask=None, other=0.0: p.load(mask, other), store=lambda p, v, mask=None: p.store(v, mask),
         join=lambda a, b: torch.stack([a, b], -1), split=lambda x: x.unbind(-1),
+        warp_specialize=lambda workers, *_: [worker(*given) for worker, given in workers],
     )  # fmt: skip
     copy = types.SimpleNamespace(
         async_copy_global_to_shared=lambda s, p, ok: s.store(p.load(ok)), wait_group=nothing, commit_group=nothing

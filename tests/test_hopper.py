@@ -83,25 +83,26 @@ def test_parts_of_a_column_keep_its_rows(H, R, F):
 
 
 @pytest.mark.parametrize(
-    "W, cols", [(7, 4), (10, 6), (66, 34), (66, 20), (1, 1), (2, 2), (192, 97), (256, 60), (250, 100)]
+    "W, cols", [(7, 4), (10, 6), (66, 34), (66, 20), (1, 1), (2, 2), (192, 97), (254, 60), (250, 100)]
 )
 @pytest.mark.parametrize("F", [1, 2])
 def test_row_matrices_in_the_order_of_the_kernels(W, cols, F):
     "Tensor cores multiply by them as they stand: 8 real parts, 8 imaginary parts."
     p = Plan(torch.Size((1, 2, W, 8)), torch.float64, torch.device("cpu"), 1, 8, (0, 1), cols, "ortho", False, True)
     into, back = slot_matrices(p, F)[:2]
-    x, slots = torch.randn(W, dtype=torch.float64), p.Q // 2 + p.Q % 2
+    x, (slots, lone) = torch.randn(W, dtype=torch.float64), hopper_rows.slots_of(p.Q, F, hopper_rows.piece(W))
     y = (into[:, :W] @ x).view(-1, 2, 8)
     re, im = y[:, 0].flatten()[:slots], y[:, 1].flatten()[:slots]
     right = torch.fft.rfft(x, norm="ortho")[:cols]
     assert torch.allclose(re, right.real[:slots]) and torch.allclose(im[1:], right.imag[1:slots])
     pole = 2 * (cols - 1) == W
-    assert not pole or torch.allclose(im[:1], right.real[-1:])
+    assert slots == cols - lone and lone == (pole and (F == 1 or W % 64 == 0))
+    assert not lone or torch.allclose(im[:1], right.real[-1:])
     if cols == W // 2 + 1:
         given = torch.zeros(back.shape[1] // 16, 2, 8, dtype=torch.float64)
         for m in range(slots):
             given[m // 8, :, m % 8] = torch.view_as_real(right)[m] * torch.tensor([1.0, m > 0])
-        if pole:
+        if lone:
             given[-1 if F > 1 else 0, 0 if F > 1 else 1, 0] = right.real[-1]
         assert torch.allclose((back @ given.flatten())[:W], x)
 
@@ -153,14 +154,29 @@ def kept_columns(W):
 
 
 @pytest.mark.parametrize("F", [1, 2, 4])
-@pytest.mark.parametrize("W, M", [(W, M) for W in (196, 200, 256) for M in kept_columns(W)])
-def test_even_and_odd_tiles_make_divided_spectra(W, M, F, monkeypatch, one_thread):
-    "The kernels, run by torch, against the dense matrices: in, back, and the transposes of both."
+@pytest.mark.parametrize(
+    "W, M",
+    [(W, M) for W in (196, 200, 256) for M in kept_columns(W)]
+    + [
+        (180, 91),
+        (180, 45),
+        (128, 65),
+        (128, 64),
+        (56, 29),
+        (90, 46),
+        (35, 18),
+        (2, 2),
+        (250, 126),
+        (250, 70),
+        (192, 97),
+    ],
+)
+def test_kernels_make_divided_spectra(W, M, F, monkeypatch, one_thread):
+    "The kernels, run by torch, against the matrices: in, back, and the transposes of both."
     rows, h, C = rows_on_torch(), 2, 72 if F == 1 else 64 // F + 6
-    monkeypatch.setattr(rows, "FEW", 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: types.SimpleNamespace(multi_processor_count=1))
     p = Plan(torch.Size((2, F * h, W, C)), torch.float64, torch.device("cpu"), 1, C, (0,), M, "ortho", False, True)
-    assert rows.is_apart(p)
+    assert rows.is_apart(p) == (W > 192 and W % 4 == 0)
     turn = torch.view_as_complex(twiddles(p, F).double()).view(F, F, h) if F > 1 else torch.ones(1, 1, h) + 0j
     numbers = [i for i in range(2 * M) if i not in (1, W + 1)]  # columns 0 and W/2 are real
     x, e = torch.randn(2, 2, F * h, W, C, dtype=torch.float64)
@@ -197,15 +213,25 @@ def test_even_and_odd_tiles_make_divided_spectra(W, M, F, monkeypatch, one_threa
 @pytest.mark.parametrize("F", [1, 2, 4])
 @pytest.mark.parametrize(
     "W, C, M",
-    [(W, C, W // 2 + 1) for W, C in ((256, 208), (200, 440), (180, 96), (250, 96), (196, 206))]
+    [
+        (W, C, W // 2 + 1)
+        for W, C in (
+            (256, 208),
+            (200, 440),
+            (180, 96),
+            (250, 96),
+            (196, 206),
+            (128, 96),
+            (56, 96),
+            (90, 104),
+            (112, 206),
+        )
+    ]
     + [(W, C, M) for W, C in ((256, 208), (200, 440), (196, 206)) for M in kept_columns(W)[:-1]],
 )
-@pytest.mark.parametrize("few", [0, hopper_rows.FEW])
-def test_rows_are_those_of_plain_kernels(W, C, M, F, few, monkeypatch):
-    "Rows of few columns both ways, whichever is taken."
-    if (C % 8 and F == 1) or (few and M > few):
-        pytest.skip("plain kernels serve, or the other case is the same")
-    monkeypatch.setattr(hopper_rows, "FEW", few)
+def test_rows_are_those_of_plain_kernels(W, C, M, F):
+    if C % 8 and F == 1:
+        pytest.skip("plain kernels serve")
     torch.manual_seed(0)
     size, device = torch.Size((2, 12 * F, W, C)), torch.device("cuda", 0)
     p = Plan(size, torch.bfloat16, device, 1, C, (0,), M, "ortho", False, True)

@@ -182,7 +182,7 @@ def _(x, w1, b1, w2, b2, rows, cols, norm, centred, threshold, shrinkage, add_in
     if not save:
         return x.new_empty(x.shape), x.new_empty(0)
     told = Settings(rows, cols, norm, centred, threshold, shrinkage, add_input)
-    return x.new_empty(x.shape), x.new_empty(kept_shape(x.shape, x.dtype, x.device, *w1.shape[1:4:2], told)[1])
+    return x.new_empty(x.shape), x.new_empty(kept_shape(x.shape, x.dtype, x.device, w1.shape[1], w1.shape[3], told))
 
 
 @torch.library.register_fake("afno::mix_backward", lib=_LIBRARY)
@@ -257,7 +257,11 @@ def _differentiate(
         def backward(ctx, *grads: Tensor | None) -> tuple:
             if grads[0] is None:
                 return (None,) * tensors + ctx.others
-            return *back(grads[0], *ctx.saved_tensors, *ctx.told), *ctx.others
+            given = (grads[0], *ctx.saved_tensors, *ctx.told)
+            if torch.is_grad_enabled():  # a second derivative may be asked for
+                return *back(*given), *ctx.others
+            with torch._C._AutoDispatchBelowAutograd():
+                return *back(*given), *ctx.others
 
     class Backward(torch.autograd.Function):
         @staticmethod

@@ -141,6 +141,9 @@ def line_kernel(
     tl.store(Y + (l0 * y0 + yq * y1 + block * yb) * VY + at, acc.to(Y.dtype.element_ty), keep)
 
 # %% ../../nbs/20_kernels.transforms.ipynb #000ff263
+_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)  # a build without CUDA has none
+
+
 class Launch:
     "A kernel with all its arguments but the tensors, which come first: worked out once, called often."
 
@@ -152,7 +155,7 @@ class Launch:
         **constants,  # What is known when compiled; warps and stages
     ):
         self.kernel, self.grid, self.numbers, self.constants = kernel, (programs, 1, 1), numbers, constants
-        self.compiled: dict[tuple, tuple] = {}  # device and data types -> how to run, arguments after the tensors
+        self.compiled: dict[tuple, tuple] = {}  # device and data types -> how to run what, arguments after the tensors
 
     def _compile(self, tensors: tuple[Tensor, ...]):
         "Run by Triton, which compiles; again with fewer stages if shared memory does not suffice."
@@ -169,15 +172,18 @@ class Launch:
         if INTERPRET:
             self.kernel[self.grid](*tensors, *self.numbers, **self.constants)
             return
-        key, at = (tensors[0].device, *[t.dtype for t in tensors]), [t.data_ptr() for t in tensors]
+        device, at = tensors[0].device, [t.data_ptr() for t in tensors]
+        key = device, *[t.dtype for t in tensors]
         aligned, found = not any([a % 16 for a in at]), self.compiled.get(key)
-        if aligned and found is not None:
-            found[0](*at, *found[1])
+        if aligned and found is not None:  # as `compiled[grid]` does, without Triton's own hooks
+            run, function, about, others = found
+            run(*self.grid, _stream(device.index), function, about, None, None, None, *at, *others)
             return
         compiled = self._compile(tensors)
         if aligned:  # Triton compiles another kernel for other addresses, and finds it each time
             names = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
-            self.compiled[key] = compiled[self.grid], (*self.numbers, *(self.constants[name] for name in names))
+            others = *self.numbers, *(self.constants[name] for name in names)
+            self.compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, others
 
 # %% ../../nbs/20_kernels.transforms.ipynb #d367b4af
 def _unit(strides: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:

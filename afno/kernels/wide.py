@@ -50,7 +50,7 @@ def chunks_of(
     c: int,  # Channels of a block
 ) -> tuple[int, int]:  # Chunks of 64 channels, channels of a narrower one more
     "Divide channels; shared memory has no room for a chunk of 32 beside three of 64."
-    N, rest = divmod(c, 64)
+    N, rest = c // 64, c % 64  # a size that a compiler traces has no divmod
     L = 16 if rest <= 16 else 32
     return (N, L) if 0 < rest <= L and 64 * N + L <= 208 else (cdiv(c, 64), 0)
 
