@@ -173,14 +173,15 @@ def time_layer(
     settings: SpeedSettings,  # Section `speed`
     device: str,  # "cpu" | "cuda"
 ) -> dict[str, dict]:  # "forward", "forward+backward", and "copy": the tokens copied once
-    "Time a layer, and a copy of its input."
+    "Time a layer, and a copy of its input; a GPU is held until calls are queued."
     seed_everything("bench", case["mixer"])
     where: dict[str, Any] = {"device": device, "dtype": getattr(torch, settings.dtype)}
     mixer = _build(case, "cpu").to(**where)
     module = TextbookAFNO(mixer) if isinstance(mixer, AFNO2D) and case["mixer"] == "textbook" else mixer
     x = torch.randn(case["batch"], *case["grid"], case["width"], **where)
-    copied = latency(torch.empty_like(x).copy_, x, **settings.timing).record()
-    return {**time_module(module, x, **settings.timing), "copy": copied}
+    timing = settings.timing | {"held": True}
+    copied = latency(torch.empty_like(x).copy_, x, **timing).record()
+    return {**time_module(module, x, **timing), "copy": copied}
 
 # %% ../nbs/84_bench.ipynb #cfc92e66
 VITS: dict[str, tuple[str, dict]] = {  # Name -> mixer, settings over those of the size b4

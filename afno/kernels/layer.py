@@ -93,7 +93,9 @@ class Call(NamedTuple):
     inside: int  # Parts into which the row transforms divide them on the way: F, or 1
     on_hopper: bool  # Rows take the kernels for Hopper
     matrices: tuple[Tensor, ...]  # Row transform, its inverse, the inverse's transpose, the transform's
-    inputs: bool = False  # What both layers of a block MLP were given is kept for the backward pass, not the row transform
+    inputs: bool = (
+        False  # What both layers of a block MLP were given is kept for the backward pass, not the row transform
+    )
 
 
 def row_transforms(
