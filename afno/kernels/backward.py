@@ -424,7 +424,7 @@ def _sums(
     views = _view(K * S * (2 if a == b else 1), a, b, 0), _view(K * S, b, a, size), ((N,), (1,), 2 * size)
     return S, close, 2 * size + N * 2 * K * (p.c + p.d), views, _unpack(p, S, N)
 
-
+# %% ../../nbs/22_kernels.backward.ipynb #1f4d2c86
 def _room_of_sums(room: Tensor, floats: int, views: tuple) -> list[Tensor]:
     "Find memory for the sums, in `room`, which starts its storage, if they fit."
     need = floats * 4 // room.itemsize

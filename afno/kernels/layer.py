@@ -47,7 +47,7 @@ def spectrum_shape(
     B, H, W, C = shape
     return B * F, 2 * cols if F > 1 else packed(W, cols), H // F, cdiv(C, 8) * 8
 
-
+# %% ../../nbs/23_kernels.layer.ipynb #2a8c5e17
 def keeps_inputs(
     shape: torch.Size,  # (B, H, W, C)
     dtype: torch.dtype,  # Of the tokens
@@ -82,7 +82,7 @@ def kept_shape(
         return 4 + (told.threshold > 0), B * told.cols * H, C
     return spectrum_shape(shape, told.cols, F)
 
-
+# %% ../../nbs/23_kernels.layer.ipynb #4b6d9f02
 class Call(NamedTuple):
     "All that a call needs."
 

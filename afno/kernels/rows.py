@@ -443,7 +443,7 @@ def copy_spectrum(st, ex, Z, b, t, NT, H, W, slots, C8, G: gl.constexpr):
         )
     async_copy.commit_group()
 
-
+# %% ../../nbs/27_kernels.rows.ipynb #8c1e4f7a
 @gluon_jit()
 def united(s, wr, wi, k: gl.constexpr, G: gl.constexpr):
     "Unite piece k where it lies in shared memory."

@@ -86,8 +86,7 @@ _STRIDES = tuple(f"{t}{i}" for t in "xye" for i in ("0", "1", "h", "l", "b"))
 def line_kernel(
     A, X, Y, E, V, lam, L1, M, K, NT, lda, W,  # matrix, input, output, extra and its bias; threshold; lines an image, sizes, tiles, pitch/64
     x0, x1, xh, xl, KS, xb, y0, y1, yh, yl, MS, yb, e0, e1, eh, el, eb,  # strides: image, line, part, row, block
-    N: tl.constexpr, NO: tl.constexpr,  # channels of a block read and written
-    VX: tl.constexpr, VY: tl.constexpr, VE: tl.constexpr,  # unit of the strides: alignment, known when compiled
+    N: tl.constexpr, NO: tl.constexpr, VX: tl.constexpr, VY: tl.constexpr, VE: tl.constexpr,  # channels of a block read and written; unit of the strides
     OWN_IN: tl.constexpr, OWN_OUT: tl.constexpr,  # lines are columns of a packed spectrum
     EPI: tl.constexpr, SHRINK: tl.constexpr,  # 1: add E, 2: keep where |E + V| > lam, 3: where E is not 0; shrink what is read
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,  # tile

@@ -45,7 +45,7 @@ class Wide(NamedTuple):
     shrinks: bool  # λ > 0
     keeps: bool = False  # For the gradients: what both layers are given, and where shrinkage lets through
 
-
+# %% ../../nbs/2a_kernels.wide.ipynb #6e9b1c4d
 def chunks_of(
     c: int,  # Channels of a block
 ) -> tuple[int, int]:  # Chunks of 64 channels, channels of a narrower one more
@@ -82,7 +82,7 @@ def keeps(
     N, L = chunks_of(c)
     return is_served(c, d) and c == 64 * N + L and height == rows == 64 and columns % 2 == 0
 
-
+# %% ../../nbs/2a_kernels.wide.ipynb #7a2f6d18
 def pays(
     p: Plan,  # The call's plan
     t: Wide,  # Its tile
