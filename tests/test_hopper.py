@@ -29,8 +29,11 @@ ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] 
         (2, 32, 64, 3, 3, True, True, (16, 16), True),
         (4, 16, 128, 2, 2, True, False, (2, 1), False),
         (1, 32, 128, 2, 2, True, True, (16, 16), False, 2),
+        (2, 32, 64, 3, 3, False, True, (16, 16), True, 1, True),
+        (2, 32, 64, 2, 2, True, True, (16, 16), False, 1, True),
+        (1, 32, 128, 2, 2, True, True, (16, 16), False, 2, True),
     ],
-    ids=lambda t: ("tiles" if len(t) > 10 else "rows") + str(t).replace(" ", ""),
+    ids=lambda t: ("tiles" if len(t) > 11 else "rows") + str(t).replace(" ", ""),
 )
 def test_compiles_for_hopper(tile):
     if len(tile) > 11:
@@ -45,7 +48,7 @@ def test_even_and_odd_tiles_compile_for_hopper(F, all_, beyond):
     "Three programs share the registers of a multiprocessor, two with the skip or going in divided by 4."
     for kernel, add in (("in_halves_kernel", False), ("out_halves_kernel", False), ("out_halves_kernel", True)):
         two = add or (kernel[0] == "i" and F == 4)
-        tile = ("Rows", (F, 64 // F, 64, 2, 2, all_, add, (16, 16), False, 1, beyond))
+        tile = ("Rows", (F, 64 // F, 64, 2, 2, all_, add, (16, 16), False, 1, False, beyond))
         check_compiled("rows", (kernel,), tile, spills=0, registers=255 if two else 168)
 
 
