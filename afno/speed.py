@@ -93,13 +93,14 @@ def run_queued(
     call: Callable[[], object],  # What to time
     device: torch.device,  # A GPU
     n: int,  # Runs
-    hold: float = 0.0,  # Seconds that the GPU is kept from beginning
+    hold: float = 0.0,  # Seconds that the GPU is kept from beginning, at 2 GHz
 ) -> list[float]:  # Seconds from the end of one run to the end of the next
     "Time calls that follow one another; the GPU notes when each ends."
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(n + 1)]
     with torch.cuda.device(device):
         synchronize(device)
-        torch.cuda._sleep(int(hold * 2e9))  # cycles; no GPU makes more than 2e9 a second
+        if hold:
+            torch.cuda._sleep(int(hold * 2e9))  # cycles of an H100 or H200 at full rate; a slower GPU is held longer
         ends[0].record()
         for end in ends[1:]:
             call()
@@ -114,7 +115,7 @@ def latency(
     repeats: int = 20,  # Timed runs
     warmup: int = 3,  # Runs before them
     seconds: float = math.inf,  # Timed runs and those before them take no longer, but 3 and 2 are made; on a GPU the last one before says how many fit
-    held: bool = False,  # A GPU begins when calls are queued, after 0.2 s at most: what they cost the host does not count
+    held: bool = False,  # A GPU begins when calls are queued, or after 0.2 s: until then, what they cost the host does not count
 ) -> Latency:  # Seconds per call
     "Time a function or a module; on a GPU calls are queued."
     if repeats < 1 or warmup < 0:
@@ -131,11 +132,11 @@ def latency(
         call = partial(fn, *inputs)
         before = run_alone(call, device, warmup, 2, seconds)
         if device.type == "cuda":
-            if seconds < math.inf and len(before) < 2:  # the first may compile
+            if (seconds < math.inf or held) and len(before) < 2:  # the first may compile
                 before += run_alone(call, device, 2 - len(before), 2, seconds)
             fit = repeats if seconds == math.inf else int(seconds / before[-1])
             n = min(repeats, max(3, fit))
-            runs = run_queued(call, device, n, min(0.2, n * before[-1]) if held and before else 0.0)
+            runs = run_queued(call, device, n, min(0.2, n * before[-1]) if held else 0.0)
         else:
             runs = run_alone(call, device, repeats, 3, seconds)
     low, median, high = statistics.quantiles(runs, n=4, method="inclusive") if len(runs) > 1 else runs * 3
@@ -226,7 +227,7 @@ def _time_way(module: nn.Module, x: Tensor, way: str, timing: dict) -> dict:
 def time_module(
     module: nn.Module,  # Any module
     x: Tensor,  # Its input, the batch first
-    **timing,  # repeats, warmup and seconds of `latency`
+    **timing,  # repeats, warmup, seconds and held of `latency`
 ) -> dict[str, dict]:  # "forward" and "forward+backward": seconds, per second, peak bytes; or an error
     "Time a module without and with gradients."
     with evaluating(module):

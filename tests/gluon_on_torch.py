@@ -25,7 +25,8 @@ class Pointer:
     "Where numbers stand; what is read and written lies inside, and is written once."
 
     def __init__(self, data: torch.Tensor, at: Any = 0, writes: torch.Tensor | None = None):
-        self.data, self.at, self.dtype = data, at, types.SimpleNamespace(element_ty=data.dtype)
+        whole = data.as_strided((data.untyped_storage().nbytes() // data.itemsize,), (1,), 0)
+        self.data, self.at, self.dtype = whole, at + data.storage_offset(), types.SimpleNamespace(element_ty=data.dtype)
         self.writes = torch.zeros(data.numel(), dtype=torch.int64) if writes is None else writes
 
     def __add__(self, more):
@@ -64,6 +65,25 @@ class Shared:
         self.data.copy_(value)
 
 
+class Copies:
+    "As `async_copy`: what is copied arrives when it is waited for, and not before."
+
+    def __init__(self):
+        self.started, self.groups = [], []
+
+    def async_copy_global_to_shared(self, shared, pointer, mask):
+        self.started.append((shared, pointer, mask))
+
+    def commit_group(self):
+        self.groups.append(self.started)
+        self.started = []
+
+    def wait_group(self, later):
+        while len(self.groups) > later:
+            for shared, pointer, mask in self.groups.pop(0):
+                shared.store(pointer.load(mask))
+
+
 def multiply(a, b, acc, use_acc=True, is_async=False):
     "As `warpgroup_mma`."
     return acc * bool(use_acc) + held(a.data) @ b.data
@@ -82,9 +102,7 @@ def stand_in(real: torch.dtype) -> dict[str, Any]:
         join=lambda a, b: torch.stack([a, b], -1), split=lambda x: x.unbind(-1),
         warp_specialize=lambda workers, *_: [worker(*given) for worker, given in workers],
     )  # fmt: skip
-    copy = types.SimpleNamespace(
-        async_copy_global_to_shared=lambda s, p, ok: s.store(p.load(ok)), wait_group=nothing, commit_group=nothing
-    )
+    copy = Copies()
     return dict(
         gl=gl, async_copy=copy, barrier=nothing, fence_async_shared=nothing, warpgroup_mma=multiply,
         warpgroup_mma_wait=lambda n, deps: deps if len(deps) > 1 else deps[0],
@@ -93,7 +111,9 @@ def stand_in(real: torch.dtype) -> dict[str, Any]:
 
 
 class Launch:
-    "A launch of one program, which writes every number of the second tensor once."
+    "A launch of one program, which writes every number of the second tensor once and leaves no copy on its way."
+
+    copies: Copies
 
     def __init__(self, kernel, programs, *numbers, G, **constants):
         self.kernel, self.numbers, self.G = kernel, numbers, G
@@ -102,14 +122,16 @@ class Launch:
         given = [Pointer(t) for t in tensors]
         self.kernel(*given, *map(held, self.numbers), G=self.G)
         assert (given[1].writes == 1).all()
+        assert not self.copies.groups and not self.copies.started
 
 
 def rows_on_torch() -> Any:
     "Load `27` with kernels that are Python functions, and launches that call them. Sums are float64."
-    with mock.patch.multiple(hopper, **stand_in(torch.float64)):
+    with mock.patch.multiple(hopper, **(names := stand_in(torch.float64))):
         spec = importlib.util.spec_from_file_location(compiled.__name__, compiled.__file__)
         assert spec and spec.loader
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+    Launch.copies = names["async_copy"]
     module.__dict__["Launch"] = Launch
     return module

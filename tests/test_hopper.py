@@ -172,17 +172,22 @@ def kept_columns(W):
         (250, 126),
         (250, 70),
         (192, 97),
+        (260, 131),
+        (388, 195),
     ],
 )
 def test_kernels_make_divided_spectra(W, M, F, monkeypatch, one_thread):
     "The kernels, run by torch, against the matrices: in, back, and the transposes of both."
-    rows, h, C = rows_on_torch(), 2, 72 if F == 1 else 64 // F + 6
+    if W > 256 and F > 1:
+        pytest.skip("never divided on the way")
+    rows, h, C = rows_on_torch(), 2, 72 if F == 1 else 64 // F + (6 if M % 2 else 8)  # copies of 4 bytes, or of 16
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: types.SimpleNamespace(multi_processor_count=1))
     p = Plan(torch.Size((2, F * h, W, C)), torch.float64, torch.device("cpu"), 1, C, (0,), M, "ortho", False, True)
-    assert rows.is_apart(p) == (W > 192 and W % 4 == 0)
+    assert rows.is_apart(p) == (192 < W <= 256 and W % 4 == 0) and rows.is_split(p) == (W > 256)
     turn = torch.view_as_complex(twiddles(p, F).double()).view(F, F, h) if F > 1 else torch.ones(1, 1, h) + 0j
     numbers = [i for i in range(2 * M) if i not in (1, W + 1)]  # columns 0 and W/2 are real
-    x, e = torch.randn(2, 2, F * h, W, C, dtype=torch.float64)
+    x = torch.randn(2, F * h, W, C, dtype=torch.float64)
+    e = torch.randn(2, W, F * h, C, dtype=torch.float64).transpose(1, 2)  # the skip is a view
     z = torch.randn(2, F, h, C, M, 2, dtype=torch.float64)
 
     def stored(z):

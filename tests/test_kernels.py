@@ -348,7 +348,7 @@ class Recorder:
     def __getitem__(self, grid):
         def compile_(*args, **constants):
             self.compiled.append((grid, args, constants))
-            run = lambda *args: self.run.append((args[:3], args[9:]))  # noqa: E731
+            run = lambda *args: self.run.append((args[:9], args[9:]))  # noqa: E731
             return SimpleNamespace(run=run, function="f", packed_metadata="m")
 
         return compile_
@@ -364,7 +364,7 @@ def test_launch_is_compiled_once_for_every_type_and_device(monkeypatch):
     launch(x, x)
     assert kernel.compiled[0] == ((5, 1, 1), (odd, x, 7), {"BLOCK": 16, "num_warps": 4}) and len(kernel.compiled) == 2
     launch(x[4:], x)
-    assert kernel.run == [((5, 1, 1), (x.data_ptr() + 16, x.data_ptr(), 7, 16))]
+    assert kernel.run == [((5, 1, 1, 0, "f", "m", None, None, None), (x.data_ptr() + 16, x.data_ptr(), 7, 16))]
     launch(x, odd)
     assert len(kernel.compiled) == 3 and len(kernel.run) == 1
     launch(x.half(), x)

@@ -44,7 +44,7 @@ def test_which_calls_it_serves():
         return wide.wide_of(plan(*sizes, **settings))
 
     assert wide.serves(plan(2, 64, 64, 208, 1)) is None  # no GPU
-    assert tile(2, 256, 256, 208, 1, F=4) == (208, 208, 4, 3, 16, False)
+    assert tile(2, 256, 256, 208, 1, F=4) == (208, 208, 4, 3, 16, False, False)
     for c, chunks in (
         (104, (2, 0)),
         (136, (2, 16)),

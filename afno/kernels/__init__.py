@@ -142,6 +142,11 @@ class Settings(NamedTuple):
     shrinkage: str  # "parts" | "magnitude"
     add_input: bool  # The identity as local term
 
+    @property
+    def parts(self) -> bool:
+        "Say whether real and imaginary parts are shrunk apart, or not at all."
+        return self.shrinkage == "parts" or self.threshold == 0
+
 # %% ../../nbs/24_kernels.ipynb #b46e21c4
 _LIBRARY = torch.library.Library("afno", "FRAGMENT")
 _TOLD = "SymInt rows, SymInt cols, str norm, bool centred, float threshold, str shrinkage, bool add_input"

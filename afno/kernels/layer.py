@@ -61,8 +61,8 @@ def keeps_inputs(
 ) -> bool:
     "Say whether a call keeps what both layers were given; it is said before the kernels for Hopper may fail."
     B, H, _, C = shape
-    full = rows == H and wide.keeps(C // blocks, hidden, H // F, H // F, B * F * cols)
-    return parts and full and hopper.capable(device, dtype)
+    able = parts and rows == H and hopper.capable(device, dtype)
+    return able and wide.keeps(C // blocks, hidden, H // F, H // F, B * F * cols)
 
 
 def kept_shape(
@@ -76,7 +76,7 @@ def kept_shape(
     int, ...
 ]:  # (4 or 5, T, C) of what both layers were given, as `inputs_of` takes it; else as `spectrum_shape` says
     "Say the shape of what is kept for the backward pass."
-    (B, H, _, C), parts = shape, told.shrinkage == "parts" or told.threshold == 0
+    (B, H, _, C), parts = shape, told.parts
     F, _ = division_of(shape, dtype, device, max(C // blocks, hidden), told.rows, parts)
     if keeps_inputs(shape, dtype, device, blocks, hidden, told.rows, told.cols, parts, F):
         return 4 + (told.threshold > 0), B * told.cols * H, C
@@ -140,8 +140,8 @@ def plan_of(
     told: Settings,  # Coefficients, scaling, shrinkage
 ) -> Call:
     "Find or make the plan of a call."
-    parts, (_, K, _, d) = told.shrinkage == "parts" or told.threshold == 0, w1.shape
-    return make_plan(x.shape, x.dtype, x.device, K, d, told.rows, told.cols, told.norm, told.centred, parts)
+    _, K, _, d = w1.shape
+    return make_plan(x.shape, x.dtype, x.device, K, d, told.rows, told.cols, told.norm, told.centred, told.parts)
 
 
 def enter(

@@ -46,7 +46,7 @@ class Rows(NamedTuple):
     P: int  # Rows of a piece, 64 or 128: tokens, or half as many coefficients
     KC: int  # Pieces of a tile
     S: int  # Pieces of the result
-    pole: bool  # Column W/2 is kept; undivided, it takes the imaginary part's place of column 0
+    pole: bool  # Column W/2 is kept and has no place of its own; undivided, it takes the imaginary part's of column 0
     add: bool  # Add the skip
     V: tuple[int, int]  # Units of C and the tokens' strides, and of the skip's: alignment, known when compiled
     two: bool  # Two workers share the matrix
@@ -422,7 +422,7 @@ def in_worker(X, Z, TW, a_s, st, s, begin, step, total, NT, H, W, C, slots, C8, 
 # %% ../../nbs/27_kernels.rows.ipynb #7b1564b5
 @gluon_jit()
 def copy_spectrum(st, ex, Z, b, t, NT, H, W, slots, C8, G: gl.constexpr):
-    "Start to copy a tile of a spectrum, or F of divided columns and apart their column W/2, into shared memory."
+    "Start to copy a tile of a spectrum, or F of divided columns and, if it stands apart, their column W/2, into shared memory."
     KC: gl.constexpr = G.KC
     F: gl.constexpr = G.F
     N: gl.constexpr = G.N
@@ -847,8 +847,8 @@ def unite_ends(st, mid, hr, hi, wr, wi, k: gl.constexpr, G: gl.constexpr):
     high = st[G.KC + k].index(0)
     lr, li = halves(low.load(sums(G)).to(gl.float32))
     ce, co = li, gl.zeros_like(li)
-    if alone(G) and k == 0:
-        co = mid[G.F > 1].to(gl.float32)
+    if G.F == 1 and G.beyond == 1 and k == 0:
+        co = mid[0].to(gl.float32)
     if G.F > 1:
         lr, li = unite_here(lr, li, wr, wi, G)
     er, ei, dr, di = lr, li, lr, li
@@ -967,7 +967,7 @@ def slot_matrix(
     F: int,  # Parts into which columns are divided
     back: bool,  # The second
 ) -> Tensor:  # Padded to pieces: 8 real parts and 8 imaginary parts in turn; 16 more columns
-    "Bring a row transform into the kernels' order; column W/2 as the imaginary part of column 0, or, back from divided columns, last."
+    "Bring a row transform into the kernels' order; column W/2, unless it has a place of its own, as the imaginary part of column 0, or, back from divided columns, last."
     P = piece(W)
     slots, pole = slots_of(Q, F, P)
     n = torch.arange(slots, device=m.device)
@@ -1001,7 +1001,7 @@ def slot_matrices(
 ) -> tuple[Tensor, ...]:  # Forward, inverse, and the transposes of both in the other order
     "Bring all four row transforms into the kernels' order; they are kept."
     given = p.forward, p.inverse, p.inverse_t, p.forward_t
-    key = ("slots", p.W, p.M, F > 1, is_apart(p), *(m.data_ptr() for m in given))
+    key = ("slots", p.W, p.M, F > 1, *(m.data_ptr() for m in given))
     if key not in _KEPT:
         with torch.inference_mode(False), torch.no_grad():
             W, Q = p.W, p.Q

@@ -154,7 +154,9 @@ class Launch:
         **constants,  # What is known when compiled; warps and stages
     ):
         self.kernel, self.grid, self.numbers, self.constants = kernel, (programs, 1, 1), numbers, constants
-        self.compiled: dict[tuple, tuple] = {}  # device and data types -> how to run what, arguments after the tensors
+        self.compiled: dict[
+            tuple, tuple
+        ] = {}  # device and data types -> what was compiled, how to run it, arguments after the tensors
 
     def _compile(self, tensors: tuple[Tensor, ...]):
         "Run by Triton, which compiles; again with fewer stages if shared memory does not suffice."
@@ -175,14 +177,14 @@ class Launch:
         key = device, *[t.dtype for t in tensors]
         aligned, found = not any([a % 16 for a in at]), self.compiled.get(key)
         if aligned and found is not None:  # as `compiled[grid]` does, without Triton's own hooks
-            run, function, about, others = found
+            _, run, function, about, others = found
             run(*self.grid, _stream(device.index), function, about, None, None, None, *at, *others)
             return
         compiled = self._compile(tensors)
         if aligned:  # Triton compiles another kernel for other addresses, and finds it each time
             names = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
             others = *self.numbers, *(self.constants[name] for name in names)
-            self.compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, others
+            self.compiled[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata, others
 
 # %% ../../nbs/20_kernels.transforms.ipynb #d367b4af
 def _unit(strides: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
