@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -278,6 +279,33 @@ def test_frozen_weights_and_checkpoints():
 
 
 @interpreted
+def test_data_parallel_gives_the_same_gradients(tmp_path):
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    class Layer(torch.nn.Module):
+        def __init__(self, weights):
+            super().__init__()
+            self.weights = torch.nn.ParameterList(weights)
+
+        def forward(self, x):
+            return fused_mix(x, *self.weights, keep_modes((5, 6)))
+
+    x, weights, out = values(1, 5, 6, 8, 2)
+    layer = Layer(weights)
+    layer(x).backward(out)
+    alone = [w.grad.clone() for w in layer.weights]
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        parallel = DistributedDataParallel(layer)
+        parallel.zero_grad()
+        parallel(x).backward(out)
+    finally:
+        dist.destroy_process_group()
+    assert all(torch.equal(w.grad, g) for w, g in zip(layer.weights, alone))
+
+
+@interpreted
 def test_compiles_whole_forward_and_backward():
     x, weights, out = values(1, 5, 6, 8, 2)
     given, kept = [t.requires_grad_() for t in (x, *weights)], keep_modes((5, 6))
@@ -437,6 +465,24 @@ def test_pieces_and_packed_rows():
         assert packed(width, width // 2 + 1) == width
 
 
+def test_half_precision_on_a_gpu_that_is_not_served_says_why_once(monkeypatch):
+    from afno import kernels
+
+    tokens = SimpleNamespace(is_cuda=True, numel=lambda: 8, dtype=torch.float16, shape=(1, 1, 1, 512), device="cuda:0")
+    kernels.say_once.cache_clear()
+    with pytest.warns(UserWarning, match="route='auto': no room; the other routes answer"):
+        assert not kernels.is_chosen("auto", tokens, lambda x: "no room")
+    monkeypatch.setattr(kernels, "refusal", lambda x: None)
+    with pytest.warns(UserWarning, match="up to 128 channels, these have 256; PyTorch's attention"):
+        assert "256" in kernels.windows_refusal(tokens, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not kernels.is_chosen("auto", tokens, lambda x: "no room") and kernels.windows_refusal(tokens, 2)
+        tokens.dtype = torch.float32  # which they are not made for
+        assert not kernels.is_chosen("auto", tokens, lambda x: "float32") and kernels.windows_refusal(tokens, 1)
+    kernels.say_once.cache_clear()
+
+
 def test_what_is_not_served_says_why():
     x = torch.zeros(1, 3, 4, 8)
     assert "need a GPU" in refusal(x) and "on meta" in refusal(x.to("meta"))
@@ -501,6 +547,30 @@ def test_half_precision_on_a_gpu(sizes, modes, dtype, limit):
     weights[1] += torch.where(torch.rand_like(weights[1]) > 0.5, 2.0, -2.0)
     errors = compare(x, weights, out, keep_modes(sizes[1:3], modes), "ortho", False, 0.0, "parts", False)
     assert max(errors) <= limit, errors
+
+
+@on_gpu
+@pytest.mark.slow
+@pytest.mark.cuda
+@pytest.mark.parametrize("sizes", [(2, 56, 56, 768, 8), (2, 64, 64, 208, 1)], ids=str)
+def test_graph_replays_the_same_bytes(sizes):
+    x, weights, out = values(*sizes, scale=0.02, device="cuda", dtype=torch.bfloat16)
+    given, kept = [t.requires_grad_() for t in (x, *weights)], keep_modes(sizes[1:3])
+
+    def run():
+        y = fused_mix(*given, kept)
+        return y, *torch.autograd.grad(y, given, out)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # compiles
+        expected = run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(expected, found))
 
 
 @on_gpu

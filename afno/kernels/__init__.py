@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TRITON', 'WIDEST', 'MOST_PARTS', 'mix_op', 'mix_backward_op', 'filter_op', 'filter_backward_op', 'windows_op',
-           'windows_backward_op', 'WIDEST_HEAD', 'half_type', 'half', 'refusal', 'say_once', 'is_chosen',
+           'windows_backward_op', 'WIDEST_HEAD', 'half_type', 'half', 'refusal', 'is_half', 'say_once', 'is_chosen',
            'column_parts', 'filter_refusal', 'packed', 'Settings', 'fused_mix', 'fused_filter', 'windows_refusal']
 
 # %% ../../nbs/24_kernels.ipynb #ff215825
@@ -63,6 +63,13 @@ def refusal(
     return _lacking(x.device.index or 0) if TRITON else "the fused kernels need the package triton"
 
 
+def is_half(
+    x: Tensor,  # Tokens (B, H, W, C)
+) -> bool:
+    "Say whether there are tokens on a GPU in half precision, for which the kernels are made."
+    return x.is_cuda and x.numel() > 0 and half_type(x) in (torch.bfloat16, torch.float16)
+
+
 @functools.cache
 def say_once(
     message: str,  # What to say
@@ -76,12 +83,12 @@ def is_chosen(
     x: Tensor,  # Tokens (B, H, W, C)
     refuse: Callable[[Tensor], str | None] = refusal,  # Says why the kernels do not serve
 ) -> bool:  # Whether they do
-    "Say whether the fused kernels serve; where they were asked for and do not, say why, once."
+    "Say whether the fused kernels serve; where they were asked for, or tokens are in half precision, and they do not, say why, once."
     if route not in ("auto", "triton") or (route == "auto" and not x.is_cuda):
         return False
     why = refuse(x)
-    if why and route == "triton" and not torch.compiler.is_compiling():
-        say_once(f"route='triton': {why}; the other routes answer")
+    if why and (route == "triton" or is_half(x)) and not torch.compiler.is_compiling():
+        say_once(f"route={route!r}: {why}; the other routes answer")
     return why is None
 
 # %% ../../nbs/24_kernels.ipynb #48ea20df
@@ -366,7 +373,10 @@ def windows_refusal(
     x: Tensor,  # Tokens (B, H, W, C)
     heads: int,  # Heads
 ) -> str | None:  # Why the kernels do not serve; None if they do
-    "Say why the kernels cannot attend to windows of these tokens."
+    "Say why the kernels cannot attend to windows of these tokens; of tokens in half precision on a GPU it is also a warning, once."
+    why = refusal(x)
     if x.shape[-1] > heads * WIDEST_HEAD:
-        return f"the kernels take heads of up to {WIDEST_HEAD} channels, these have {x.shape[-1] // heads}"
-    return refusal(x)
+        why = f"the kernels take heads of up to {WIDEST_HEAD} channels, these have {x.shape[-1] // heads}"
+    if why and is_half(x) and not torch.compiler.is_compiling():
+        say_once(f"{why}; PyTorch's attention to copied windows answers")
+    return why
